@@ -34,6 +34,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "K": number,
     "K,K": ids,
     "R,R": ids,
+    "N,N": ids,
     "N": int,
     "R": int,
     "RANKS": positive,

@@ -29,6 +29,7 @@ from mtpc.cli.arguments import parse
 from mtpc.cli.main import main
 from mtpc.cli.serve import adaptive
 from mtpc.cli.tables import format_bytes
+from mtpc.declaration import declared
 from mtpc.layout import StepKey
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Progress
@@ -564,3 +565,15 @@ def test_a_server_adapts_k_by_default() -> None:
     options = make_plan(mtpc.CompileOptions.parse(adaptive({"backend": "cpu"})))
     assert options.tiers == (0, 1, 2, 3)
     assert options.build_in_background
+
+
+def test_options_of_several_numbers_are_numbers() -> None:
+    """Each option that takes numbers with commas between them: `CompileOptions` checks the rest."""
+    found = []
+    for name, said in declared(mtpc.CompileOptions):
+        if "," in said.metavar and set(said.metavar) <= {*"KNR,"}:
+            for text, numbers in (("1", (1,)), ("1,2", (1, 2))):
+                args = parse(["run", "DIR", *said.flags(name)[:1], text])
+                assert said.check(name, getattr(args, name)) == numbers, name
+            found.append(name)
+    assert {"batch_buckets", "spec_tiers", "row_budgets"} <= {*found}

@@ -1738,6 +1738,13 @@ FAULTS = (
         f"{_BUDGETS}::test_the_policy_takes_the_best_rate",
     ),
     Fault(
+        "numbers of the command line stay text",
+        "cli/compile_arguments.py",
+        '"N,N": ids,',
+        "",
+        "cli/test_cli.py::test_options_of_several_numbers_are_numbers",
+    ),
+    Fault(
         "a step without copies counts K drafts",
         "step/copying.py",
         "torch.where(matched > 0, self.num_drafts, 0)",
