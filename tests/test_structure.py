@@ -248,7 +248,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14770,
+    "backends": 14760,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4520,

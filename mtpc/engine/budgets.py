@@ -68,7 +68,7 @@ class BudgetPolicy:
         """Expected tokens per second of each step."""
         gains = {
             k: [0.0, *accumulate(sorted((c for row in chances for c in row[:k]), reverse=True))]
-            for k, _ in self.shapes
+            for k in {k for k, _ in self.shapes}
         }
         rates = {}
         for k, rows in self.shapes:
@@ -81,9 +81,9 @@ class BudgetPolicy:
         """Record a decode step of so many requests, with the tokens of all of them."""
         if running not in self._costs:
             # A draft is some half of a row's work.
-            work = [rows - 1 + k / 2 for k, rows in self.shapes]
+            work = {(k, rows): rows - 1 + k / 2 for k, rows in self.shapes}
             like = self._costs[self._nearest(running)] if self._costs else None
-            self._costs[running] = StepCosts(self.shapes, work, like=like)
+            self._costs[running] = StepCosts(work, like=like)
         costs = self._costs[running]
         costs.add(shape, seconds, sum(costs.counts) + 1, context)
         self._measured[shape] += 1

@@ -142,13 +142,14 @@ class StepCosts(Generic[T]):
     Between steps the covariance grows in both directions.
 
     Args:
-        tiers: ascending.
-        work: of each, in rows of each request beyond the first; for all K it is K.
+        work: what there is to choose from, ascending, each with its work: a request's rows beyond
+            the first. That of K is K.
         step: number of the first step.
         like: the costs of a nearby cell, whose ratios are kept.
         found: the costs of an earlier run. All of the machine may be slower or faster now.
 
     Attributes:
+        tiers: what there is to choose from.
         allowed: by K, seconds that trials may lose; negative if they lost some in advance.
         counts: number of samples, by place in `tiers`.
         last: the step of the last sample, or -1.
@@ -158,19 +159,18 @@ class StepCosts(Generic[T]):
 
     def __init__(
         self,
-        tiers: Sequence[T],
-        work: Sequence[float],
+        work: Mapping[T, float],
         step: int = 0,
         like: StepCosts[T] | None = None,
         found: Mapping[T, tuple[float, bool]] | None = None,
     ):
-        self.tiers, self._step, self.changed, self._context = tuple(tiers), step, step, 0
-        self.allowed, self.surprises = dict.fromkeys(tiers, 0.0), dict.fromkeys(tiers, 0.0)
+        self.tiers, self._step, self.changed, self._context = tuple(work), step, step, 0
+        self.allowed, self.surprises = dict.fromkeys(work, 0.0), dict.fromkeys(work, 0.0)
         self.counts, self.last = [0] * len(self.tiers), [-1] * len(self.tiers)
         own, common = [0.0] * len(self.tiers), ANY
         # One more row may cost nothing, or as much as a whole step. A third is between these.
-        self._logs = [math.log(3 + rows) for rows in work]
-        slopes = [3 * rows / (3 + rows) for rows in work]
+        self._logs = [math.log(3 + rows) for rows in work.values()]
+        slopes = [3 * rows / (3 + rows) for rows in work.values()]
         self._cov = [[SLOPE * one * other for other in slopes] for one in slopes]
         if found is not None:
             self._logs = [math.log(found[k][0]) for k in self.tiers]

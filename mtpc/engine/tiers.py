@@ -78,7 +78,7 @@ class TierPolicy:
         self._known = self.costs()
         self.tiers = tuple(sorted(set(tiers)))
         self._cells = {
-            place: StepCosts(self.tiers, self.tiers, found=found)
+            place: StepCosts({k: k for k in self.tiers}, found=found)
             for place, found in self._known.items()
             if tuple(sorted(found)) == self.tiers
         }
@@ -199,7 +199,8 @@ class TierPolicy:
             return
         place = _place(num_reqs, context)
         if place not in self._cells:
-            self._cells[place] = StepCosts(self.tiers, self.tiers, self.steps, self._nearest(place))
+            work = {k: k for k in self.tiers}
+            self._cells[place] = StepCosts(work, self.steps, self._nearest(place))
         cell = self._cells[place]
         cell.add(tier, seconds, self.steps, context)
         # What another process took of one step says nothing of drafts.

@@ -10,11 +10,12 @@ import pytest
 from mtpc.engine.estimates import StepCosts
 
 TIERS = (0, 1, 3)
+WORK = {k: k for k in TIERS}
 
 
 def measured(*rounds: tuple[float, float, float], noise: float = 0.0) -> StepCosts:
     """Costs after steps of each K in turn."""
-    draw, costs = random.Random(1), StepCosts(TIERS, TIERS)
+    draw, costs = random.Random(1), StepCosts(WORK)
     costs.add(0, rounds[0][0], 0)
     for number, seconds in enumerate(rounds):
         for place, tier in enumerate(TIERS):
@@ -78,11 +79,11 @@ def test_requests_that_join_are_no_surprise() -> None:
 def test_a_second_sample_may_be_a_spike_only_if_it_is_long() -> None:
     """The first sample may be the one that took too long."""
     known = measured(*[(1.0, 1.2, 1.5)] * 50)
-    costs = StepCosts(TIERS, TIERS, 150, known)
+    costs = StepCosts(WORK, 150, known)
     costs.add(1, 1.2, 150)
     costs.add(1, 2.4, 151)
     assert costs.seconds(1) < 1.5
-    costs = StepCosts(TIERS, TIERS, 150, known)
+    costs = StepCosts(WORK, 150, known)
     costs.add(1, 2.4, 150)
     costs.add(1, 1.2, 151)
     assert costs.seconds(1) == pytest.approx(1.2, rel=0.05)
@@ -91,7 +92,7 @@ def test_a_second_sample_may_be_a_spike_only_if_it_is_long() -> None:
 def test_a_new_cell_is_like_the_nearest_one() -> None:
     """The ratios are kept, whatever the size, but in more doubt."""
     known = measured(*[(1.0, 1.1, 1.2)] * 50)
-    new = StepCosts(TIERS, TIERS, 150, known)
+    new = StepCosts(WORK, 150, known)
     new.add(1, 5.5, 150)
     assert [new.seconds(tier) for tier in TIERS] == pytest.approx([5.0, 5.5, 6.0], rel=0.02)
     assert new.doubt(3, 1) > known.doubt(3, 1)

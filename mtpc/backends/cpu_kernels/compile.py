@@ -63,13 +63,6 @@ def find_compiler() -> str:
     return found
 
 
-def _write_generated(directory: Path) -> Path:
-    """The generated files, and which of them is to be compiled."""
-    for name, text in generate().items():
-        (directory / name).write_text(text)
-    return directory / "operators.cpp"
-
-
 def compile_for(levels: Iterable[Level], into: Path, report: Report) -> None:
     """Compile a library for each level as a wheel ships it, into a folder of the level's name.
 
@@ -80,10 +73,6 @@ def compile_for(levels: Iterable[Level], into: Path, report: Report) -> None:
     for level in levels:
         (into / level.name).mkdir(parents=True)
         Build(compiler, level, report).fill(into / level.name, kernel_fields(level))
-
-
-def _turn(source: Path) -> int:
-    return LONGEST.index(source.stem) if source.stem in LONGEST else len(LONGEST)
 
 
 @dataclass(frozen=True)
@@ -124,7 +113,10 @@ class Build:
         ):
             objects, run = Path(scratch), partial(_run, run_compiler)
             kernels = sorted(path for path in SOURCE_DIR.glob("*.cpp") if path != _RUNNER_SOURCE)
-            sources = sorted([*kernels, _write_generated(objects)], key=_turn)
+            for name, text in generate().items():
+                (objects / name).write_text(text)
+            sources = [*kernels, objects / "operators.cpp"]
+            sources.sort(key=lambda path: [*LONGEST, path.stem].index(path.stem))
             flags = (*FLAGS, *self.level.flags)
             # The runner takes longest and needs no precompiled header, so it begins.
             runner = pool.submit(self._object, _RUNNER_SOURCE, RUNNER_FLAGS, objects, run)
