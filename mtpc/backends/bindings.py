@@ -116,7 +116,22 @@ class BindKernels(Pass, policy="required", name="legalise-gpu"):
                         graph.weights.orders.arrange(weight, order.name, order.arrange)
                 self._bind(node, graph, chosen)
                 rewrites += 1
-        _check_orders(graph, orders)
+        # Every call reads each weight in the order that it is in, for all steps.
+        for node in graph.graph.nodes:
+            if node.op != "get_attr" or is_buffer_name(str(node.target)):
+                continue
+            name = str(node.target)
+            for user in node.users if name in graph.weights else ():
+                own = orders.get(user.target)
+                reads = own is not None and any(
+                    arguments(user)[argument] is node for argument in own.weights
+                )
+                found = graph.weights.orders.read(name, own.name if own and reads else "")
+                if found is not None:
+                    raise GraphError(
+                        f"{graph.name}: {user} reads {name}, which other calls made the order of "
+                        f"{found}, in another order; expected one kernel for all of them"
+                    )
         return rewrites
 
     def _bind(self, node: fx.Node, graph: StepGraph, chosen: Binding) -> None:
@@ -185,28 +200,3 @@ def _refused_order(node: fx.Node, graph: StepGraph, order: Order | None) -> str 
         if reason is not None:
             return reason
     return None
-
-
-def _check_orders(graph: StepGraph, orders: dict[Any, Order]) -> None:
-    """Check that every call reads each weight in the order that it is in, for all steps.
-
-    Operators have the `orders` in which they read weights; others read them as they are stored.
-
-    Raises:
-        GraphError: one reads it otherwise.
-    """
-    for node in graph.graph.nodes:
-        if node.op != "get_attr" or is_buffer_name(str(node.target)):
-            continue
-        name = str(node.target)
-        for user in node.users if name in graph.weights else ():
-            order = orders.get(user.target)
-            reads = order is not None and any(
-                arguments(user)[argument] is node for argument in order.weights
-            )
-            found = graph.weights.orders.read(name, order.name if order and reads else "")
-            if found is not None:
-                raise GraphError(
-                    f"{graph.name}: {user} reads {name}, which other calls made the order of "
-                    f"{found}, in another order; expected one kernel for all of them"
-                )

@@ -84,7 +84,14 @@ class KeptSteps:
         """
         fields = {**step_fields(graph), **self.machine}
         try:
-            _check_torchs_directory()
+            # No other user may write there: torch runs what it finds, and the graph cache keeps it.
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            path = Path(cache_dir()).resolve()
+            if not any(path.iterdir()):  # torch has just made it, with the bits of the umask.
+                with suppress(PermissionError):  # It is another user's, which the check says.
+                    path.chmod(DIRECTORY_MODE)
+            check_owner(path)
         except CacheError as error:
             self.note(f"{graph.name} is compiled without the graph cache: {error}")
             return self.lower(graph)
@@ -221,19 +228,3 @@ def _load(entry: Entry, name: str) -> Names:
     if info is None:
         raise DamagedEntryError(f"{entry.directory / name} is nothing that this torch can read")
     return _names(info)
-
-
-def _check_torchs_directory() -> None:
-    """Refuse a directory of Inductor's that another user could have written: torch runs what it
-    finds there, and the graph cache would keep it.
-
-    Raises:
-        CacheError: the directory is refused; the message says what to change.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    path = Path(cache_dir()).resolve()
-    if not any(path.iterdir()):
-        with suppress(PermissionError):  # It is another user's, which the check says.
-            path.chmod(DIRECTORY_MODE)  # torch has just made it, with the bits of the umask.
-    check_owner(path)

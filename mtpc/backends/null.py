@@ -180,7 +180,19 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        _refuse(func, args)
+        name = func.overloadpacket.__name__
+        if name in _HOST_READS:
+            raise CaptureError(
+                f"{func} reads a device value on the host; a captured graph would freeze it"
+            )
+        if name in _HOST_VALUES:
+            raise CaptureError(
+                f"{func} makes a tensor from a Python value; a captured graph would freeze it"
+            )
+        if name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            raise CaptureError(f"{func} with a mask has a result whose shape depends on data")
+        if name != "index" and any(tag in func.tags for tag in _DATA_SHAPED):
+            raise CaptureError(f"{func} has a result whose shape or value depends on data")
         result = self._pool.adopt(func(*args, **kwargs), tensors_in((args, kwargs)))
         # Places, because a tensor on the tape would keep its memory in use.
         whole = (args, kwargs, tuple(tensors_in(result)))
@@ -194,23 +206,6 @@ class _Recorder(TorchDispatchMode):
             for op, call in self._calls:
                 call = map_aggregate(call, lambda v: v.tensor() if isinstance(v, Place) else v)
                 self._tape.entries.append(TapeEntry(op, *call))
-
-
-def _refuse(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
-    """Raise CaptureError for an operator that a device graph cannot repeat."""
-    name = op.overloadpacket.__name__
-    if name in _HOST_READS:
-        raise CaptureError(
-            f"{op} reads a device value on the host; a captured graph would freeze it"
-        )
-    if name in _HOST_VALUES:
-        raise CaptureError(
-            f"{op} makes a tensor from a Python value; a captured graph would freeze it"
-        )
-    if name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]):
-        raise CaptureError(f"{op} with a mask has a result whose shape depends on data")
-    if name != "index" and any(tag in op.tags for tag in _DATA_SHAPED):
-        raise CaptureError(f"{op} has a result whose shape or value depends on data")
 
 
 class NullDevice(EagerBackend):

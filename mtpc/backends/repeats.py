@@ -126,7 +126,16 @@ class _Cutter:
 
     def cut(self, calls: Sequence[fx.Node]) -> list[Segment]:
         """Segments for the longest repetition, and for what is before and after it."""
-        found = _longest([self.signs[call] for call in calls])
+        # Begin, end and period of the repetition that saves the most calls.
+        signs = [self.signs[call] for call in calls]
+        most, found = 0, None
+        for size in range(1, len(signs) // 2 + 1):
+            alike = 0
+            for i in range(len(signs) - size):
+                alike = alike + 1 if signs[i] == signs[i + size] else 0
+                saved = alike // size * size
+                if saved >= max(most + 1, _LEAST_SAVED):
+                    most, found = saved, (i + 1 - alike, i + 1 + size, size)
         if found is None:
             return [self.segment(calls)] if calls else []
         start, end, size = found
@@ -230,19 +239,6 @@ def _aligned(segments: Sequence[Segment]) -> list[Segment]:
     if any(len(s.calls) != len(segments[0].calls) for s in segments):
         return list(segments)
     return [replace(s, outputs=tuple(s.calls[place] for place in places)) for s in segments]
-
-
-def _longest(signs: Sequence[int]) -> tuple[int, int, int] | None:
-    """Begin, end and period of the repetition that saves the most calls."""
-    best, found = 0, None
-    for size in range(1, len(signs) // 2 + 1):
-        alike = 0
-        for i in range(len(signs) - size):
-            alike = alike + 1 if signs[i] == signs[i + size] else 0
-            saved = alike // size * size
-            if saved >= max(best + 1, _LEAST_SAVED):
-                best, found = saved, (i + 1 - alike, i + 1 + size, size)
-    return found
 
 
 def _sign(call: fx.Node) -> Any:

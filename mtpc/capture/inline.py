@@ -120,7 +120,13 @@ class Inliner:
         piece = self.source.module.get_submodule(str(call.target))
         args = _resolve(call.args, env)
         if not isinstance(piece, fx.GraphModule):
-            piece = self._trace_glue(piece, args)
+            # It is traced at the shapes of its arguments.
+            values = fx.node.map_aggregate(args, value_of)
+            key = (piece, form_of(values))
+            if key not in self._glue:
+                with self.mode:
+                    self._glue[key] = make_fx(piece, pre_dispatch=True)(*values)
+            piece = self._glue[key]
         self.num_inlined += 1
         inner: dict[fx.Node, Any] = {}
         inputs = iter(args)
@@ -139,15 +145,6 @@ class Inliner:
                     node, inner, piece=str(call.target).removeprefix("pieces.")
                 )
         return None
-
-    def _trace_glue(self, piece: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
-        """A piece that is not the model's, traced at the shapes of its arguments."""
-        values = fx.node.map_aggregate(args, value_of)
-        key = (piece, form_of(values))
-        if key not in self._glue:
-            with self.mode:
-                self._glue[key] = make_fx(piece, pre_dispatch=True)(*values)
-        return self._glue[key]
 
     def _attribute(self, tensor: Tensor, name: str | None) -> fx.Node:
         """The get_attr node of a tensor; the graph has one for each tensor."""

@@ -123,7 +123,13 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
     for node in graph.nodes:
         if node in free:
             continue
-        _add_data_edges(network, node, free, scale)
+        # A value that crosses costs its bytes once, for any number of users, and never flows back.
+        carrier = ("value", node)
+        users = [user for user in node.users if user not in free]
+        network.add_edge(node, carrier, capacity=scale * _nbytes(node.meta.get("val")))
+        for user in users:
+            network.add_edge(carrier, user)
+            network.add_edge(user, node)
         network.add_edge(node, "propose", capacity=1)
         written = effects.buffer_writes(node)
         if not written.isdisjoint(results) or node.meta.get("piece") == "target":
@@ -131,20 +137,19 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
         drafts = any(str(arg.target).startswith(PROPOSE_INPUTS) for arg in node.all_input_nodes)
         if drafts or any(name.startswith("state.") for name in written):
             network.add_edge(node, "propose", capacity=float("inf"))
-    for earlier, later in _effect_order(graph, effects):
+    # Pairs of nodes that access the same memory, of which one or both write.
+    accesses: dict[Any, list[tuple[fx.Node, bool]]] = {}
+    for node in graph.nodes:
+        for root in effects.reads(node) if node.op == "call_function" else ():
+            accesses.setdefault(root, []).append((node, root in effects.writes[node]))
+    pairs = []
+    for touched in accesses.values():
+        if any(writes for _, writes in touched):
+            pairs += [(a, b) for (a, wa), (b, wb) in itertools.combinations(touched, 2) if wa or wb]
+    for earlier, later in pairs:
         network.add_edge(later, earlier)
     _, (_, propose_side) = nx.minimum_cut(network, "verify", "propose")
     return {node for node in propose_side if isinstance(node, fx.Node)}
-
-
-def _add_data_edges(network: nx.DiGraph, node: fx.Node, free: set[fx.Node], scale: int) -> None:
-    """A value that crosses costs its bytes once, for any number of users, and never flows back."""
-    carrier = ("value", node)
-    users = [user for user in node.users if user not in free]
-    network.add_edge(node, carrier, capacity=scale * _nbytes(node.meta.get("val")))
-    for user in users:
-        network.add_edge(carrier, user)
-        network.add_edge(user, node)
 
 
 def _nbytes(value: Any) -> float:
@@ -155,19 +160,6 @@ def _nbytes(value: Any) -> float:
     if not isinstance(value, Tensor):
         return float("inf")
     return nominal(value.numel()) * value.element_size()
-
-
-def _effect_order(graph: fx.Graph, effects: Effects) -> list[tuple[fx.Node, fx.Node]]:
-    """Pairs (earlier, later) of nodes that access the same memory, of which one or both write."""
-    accesses: dict[Any, list[tuple[fx.Node, bool]]] = {}
-    for node in graph.nodes:
-        for root in effects.reads(node) if node.op == "call_function" else ():
-            accesses.setdefault(root, []).append((node, root in effects.writes[node]))
-    pairs = []
-    for touched in accesses.values():
-        if any(writes for _, writes in touched):
-            pairs += [(a, b) for (a, wa), (b, wb) in itertools.combinations(touched, 2) if wa or wb]
-    return pairs
 
 
 @dataclass(frozen=True)

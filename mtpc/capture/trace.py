@@ -192,7 +192,14 @@ def trace_step(
     """
     buffers = nn.Module()
     buffers.add_module("state", shared.get_submodule("state"))
-    buffers.add_module("batch", _allocate_batch(layout, shared))
+    device = next(shared.buffers()).device
+    batch = nn.Module()
+    for name, spec in layout.items():
+        if not spec.shared:
+            batch.register_buffer(
+                name.removeprefix("batch."), layout.allocate(name, device), persistent=False
+            )
+    buffers.add_module("batch", batch)
     drafts = key.spec_tokens > 0
     has = (SYNTHETIC_DRAWS in layout and drafts, DRAFT_COUNTS in layout)
     pieces = _pieces(key, traces, layout)
@@ -202,18 +209,6 @@ def trace_step(
     step = Step(key, pieces, buffers, choice, traces.drafting, *has, layout.is_ragged)
     graph = LeafTracer().trace(step)
     return StepGraph(module_of(step, graph), key, layout, weights)
-
-
-def _allocate_batch(layout: Layout, shared: nn.Module) -> nn.Module:
-    """A module that holds the bucket's own buffers, on the device of the shared ones."""
-    device = next(shared.buffers()).device
-    batch = nn.Module()
-    for name, spec in layout.items():
-        if not spec.shared:
-            batch.register_buffer(
-                name.removeprefix("batch."), layout.allocate(name, device), persistent=False
-            )
-    return batch
 
 
 def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:

@@ -161,25 +161,21 @@ def _inspect(args: argparse.Namespace) -> int:
     rows = sorted(key_of(entry).items())
     print_table(f"{entry.directory}: its key", ("field", "value"), rows)
     if RECORD in entry.files:
-        _print_record(entry)
+        record = read_record(entry)
+        passes = [
+            (p.name, str(p.rewrites), str(p.nodes_before), str(p.nodes_after), f"{p.seconds:.2f} s")
+            for p in record.history
+        ]
+        title = f"{record.name} of {record.source}, built {record.created}"
+        print_table(title, ("pass", "rewrites", "nodes", "after", "time"), passes)
+        stages = [(stage, f"{seconds:.1f} s") for stage, seconds in record.seconds.items()]
+        print_table("Build", ("stage", "time"), stages)
     files = [
         (name, format_bytes((entry.directory / name).stat().st_size), sha256)
         for name, sha256 in entry.files.items()
     ]
     print_table("Files", ("file", "size", "SHA-256"), files)
     return 0
-
-
-def _print_record(entry: Entry) -> None:
-    record = read_record(entry)
-    passes = [
-        (p.name, str(p.rewrites), str(p.nodes_before), str(p.nodes_after), f"{p.seconds:.2f} s")
-        for p in record.history
-    ]
-    title = f"{record.name} of {record.source}, built {record.created}"
-    print_table(title, ("pass", "rewrites", "nodes", "after", "time"), passes)
-    stages = [(stage, f"{seconds:.1f} s") for stage, seconds in record.seconds.items()]
-    print_table("Build", ("stage", "time"), stages)
 
 
 def _print_graph(entry: Entry, name: str) -> None:

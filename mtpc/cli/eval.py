@@ -82,7 +82,19 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> Answering:
         OptionError: the task is unknown, its file is invalid, or the harness is not installed.
     """
     if Path(args.task).suffix in (".jsonl", ".json"):
-        return _questions(args, checkpoint)
+        from mtpc.evaluation.compare import answer_questions
+        from mtpc.evaluation.tasks import encode_all, read_task
+        from mtpc.server.chat import load_chat_template
+
+        questions = read_task(Path(args.task), args.limit)
+        has_chats = any(not isinstance(question.prompt, str) for question in questions)
+        template = load_chat_template(checkpoint, None) if has_chats else None
+
+        def answer(engine: AnsweringEngine) -> Outcome:
+            prompts = encode_all(questions, engine.served, template)
+            return answer_questions(engine, questions, prompts, args.max_new_tokens)
+
+        return answer
     try:
         from mtpc.evaluation.harness import find_tasks, run_tasks
     except ImportError as error:
@@ -92,23 +104,6 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> Answering:
         ) from None
     tasks = find_tasks(args.task)
     return lambda engine: run_tasks(engine, tasks, args.limit)
-
-
-def _questions(args: argparse.Namespace, checkpoint: Path) -> Answering:
-    """Read the questions of a file, and return what answers them on an engine."""
-    from mtpc.evaluation.compare import answer_questions
-    from mtpc.evaluation.tasks import encode_all, read_task
-    from mtpc.server.chat import load_chat_template
-
-    questions = read_task(Path(args.task), args.limit)
-    has_chats = any(not isinstance(question.prompt, str) for question in questions)
-    template = load_chat_template(checkpoint, None) if has_chats else None
-
-    def answer(engine: AnsweringEngine) -> Outcome:
-        prompts = encode_all(questions, engine.served, template)
-        return answer_questions(engine, questions, prompts, args.max_new_tokens)
-
-    return answer
 
 
 def _engines(

@@ -12,7 +12,7 @@ from math import prod
 
 from torch import Tensor, fx
 
-from mtpc.capture.effects import Effects, analyse
+from mtpc.capture.effects import analyse
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, dim_of
 from mtpc.cli.anatomy import accesses, inner_graph, number_ranges, piece_of
 from mtpc.cli.tables import format_bytes, format_shape
@@ -69,7 +69,18 @@ def condense(graph: StepGraph) -> list[Box]:
         boxes[box_of[node]].reads |= reads
         boxes[box_of[node]].writes |= writes
     _name_boxes(boxes)
-    _add_data(boxes, box_of, effects, graph.layout)
+    flowing: dict[tuple[int, int], dict[fx.Node, None]] = {}
+    for node, target in box_of.items():
+        for arg in node.all_input_nodes:
+            source = box_of.get(arg, target)
+            # A view of a buffer or weight counts as an access to it, not as data of the step.
+            is_temporary = any(isinstance(root, fx.Node) for root in effects.roots[arg])
+            if source != target and is_temporary:
+                flowing.setdefault((source, target), {})[arg] = None
+    for (source, target), nodes in sorted(flowing.items()):
+        fakes = [node.meta.get("val") for node in nodes]
+        label = _label([fake for fake in fakes if isinstance(fake, Tensor)], graph.layout)
+        boxes[target].data.append((source, label))
     return boxes
 
 
@@ -82,23 +93,6 @@ def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> i
     if not boxes or boxes[-1].piece != piece or node.op == "call_module":
         boxes.append(Box(piece))
     return len(boxes) - 1
-
-
-def _add_data(
-    boxes: list[Box], box_of: dict[fx.Node, int], effects: Effects, layout: Layout
-) -> None:
-    flowing: dict[tuple[int, int], dict[fx.Node, None]] = {}
-    for node, target in box_of.items():
-        for arg in node.all_input_nodes:
-            source = box_of.get(arg, target)
-            # A view of a buffer or weight counts as an access to it, not as data of the step.
-            is_temporary = any(isinstance(root, fx.Node) for root in effects.roots[arg])
-            if source != target and is_temporary:
-                flowing.setdefault((source, target), {})[arg] = None
-    for (source, target), nodes in sorted(flowing.items()):
-        fakes = [node.meta.get("val") for node in nodes]
-        label = _label([fake for fake in fakes if isinstance(fake, Tensor)], layout)
-        boxes[target].data.append((source, label))
 
 
 def _label(fakes: list[Tensor], layout: Layout) -> str:

@@ -44,7 +44,12 @@ def command(args: argparse.Namespace) -> int:
             )
         graph, layouts, backend, drafter = _build(checkpoint, given, args, tell)
     if args.certificate:
-        _print_certificate(graph, backend)
+        from mtpc.backends import make_backend
+        from mtpc.cli.certificates import print_certificate
+        from mtpc.program.compiler import certify
+
+        artifact = make_backend(backend.partition(",")[0]).build(graph)
+        print_certificate(certify(graph, artifact), f"{graph.name}, {backend}")
         return 0
     # These modules import torch.
     from mtpc.cli.anatomy import position
@@ -99,15 +104,6 @@ def _build(
     of_rank = f", rank 0 of {first.size}" if first else ""
     layouts = [Layout(specs, compiler.layout(k).sizes) for k in keys]
     return graph, layouts, backend.name + of_rank, compiler.drafter(key)
-
-
-def _print_certificate(graph: StepGraph, backend: str) -> None:
-    from mtpc.backends import make_backend
-    from mtpc.cli.certificates import print_certificate
-    from mtpc.program.compiler import certify
-
-    artifact = make_backend(backend.partition(",")[0]).build(graph)
-    print_certificate(certify(graph, artifact), f"{graph.name}, {backend}")
 
 
 def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:

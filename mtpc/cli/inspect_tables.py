@@ -50,10 +50,23 @@ def print_graph(
     ]
     print_table("Passes run", columns, passes)
     _print_counts(graph)
-    _print_weights(graph)
+    kinds = weight_kinds(graph)
+    rows = [(*numbers, format_bytes(nbytes)) for *numbers, nbytes in kinds]
+    total = ("total", sum(row[1] for row in kinds), "", format_bytes(sum(row[-1] for row in kinds)))
+    print_table("Weights", ("kind", "tensors", "dequantised", "size"), rows, total)
     _print_buffers(graph, layouts)
-    _print_growth(layouts[0])
-    _print_effects(graph)
+    layout = layouts[0]
+    page, request = growth(layout, N), growth(layout, S)
+    say(
+        f"A request costs {format_bytes(request)}, whatever its length, and "
+        f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
+        "tokens.\n"
+    )
+    accessed = ("buffer", "order (w: write, r: read)", "written by", "read by")
+    print_table("Effects on buffers", accessed, _effect_rows(graph))
+    if any(node.op == "call_module" for node in graph.graph.nodes):
+        text = "  The effects inside pieces are known after the pass fuse-draft-chain."
+        say(text, style="dim")
 
 
 def _print_counts(graph: StepGraph) -> None:
@@ -69,14 +82,6 @@ def _print_counts(graph: StepGraph) -> None:
         for name, count in by_operator.most_common()
     ]
     print_table("Nodes by operator", ("operator", "nodes", "in"), rows, (*total, ""))
-
-
-def _print_weights(graph: StepGraph) -> None:
-    """Print the bytes of the weights that the step reads, by how they are stored."""
-    kinds = weight_kinds(graph)
-    rows = [(*numbers, format_bytes(nbytes)) for *numbers, nbytes in kinds]
-    total = ("total", sum(row[1] for row in kinds), "", format_bytes(sum(row[-1] for row in kinds)))
-    print_table("Weights", ("kind", "tensors", "dequantised", "size"), rows, total)
 
 
 def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
@@ -102,28 +107,10 @@ def _print_buffers(graph: StepGraph, layouts: Sequence[Layout]) -> None:
         print_table(title, (*names, *sizes), rows, total)
 
 
-def _print_growth(layout: Layout) -> None:
-    """Print the memory of a request: its rows of the state, and its tokens in KV pages."""
-    page, request = growth(layout, N), growth(layout, S)
-    say(
-        f"A request costs {format_bytes(request)}, whatever its length, and "
-        f"{format_bytes(page // layout.sizes[P])} per token, in pages of {layout.sizes[P]} "
-        "tokens.\n"
-    )
-
-
 def _size(layout: Layout, names: Sequence[str]) -> str:
     times = f" x {len(names)}" if len(names) > 1 else ""
     total = sum(layout.nbytes(name) for name in names)
     return f"{format_shape(layout.shape(names[0]))}{times} {format_bytes(total)}"
-
-
-def _print_effects(graph: StepGraph) -> None:
-    columns = ("buffer", "order (w: write, r: read)", "written by", "read by")
-    print_table("Effects on buffers", columns, _effect_rows(graph))
-    if any(node.op == "call_module" for node in graph.graph.nodes):
-        text = "  The effects inside pieces are known after the pass fuse-draft-chain."
-        say(text, style="dim")
 
 
 def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:

@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         and `cache why`), 2 for an error, 130 for Ctrl-C, 143 for SIGTERM, 141 for a closed output
         pipe.
     """
-    _print_any_character()
+    # '?' for a character that the terminal cannot encode, instead of an error.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     try:
@@ -105,10 +108,3 @@ def _only_json(args: argparse.Namespace) -> Iterator[None]:
     finally:  # A command that fails may have a result of what it did before.
         if hasattr(args, "result"):
             print(json.dumps(args.result))
-
-
-def _print_any_character() -> None:
-    """Print '?' for a character that the terminal cannot encode, instead of raising an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")

@@ -129,7 +129,15 @@ def sampling_each(
         RequestError: a name in `params` is unknown; both `sampling` and `params` are given;
             `sampling` is something else; or the number of parameters is not `count`.
     """
-    _check_names(params)
+    known = ["max_new_tokens", *GenerateArguments.__annotations__]
+    for name in params.keys() - set(known):
+        other = next((right for right, names in _OTHER_NAMES.items() if name in names), None)
+        near = difflib.get_close_matches(name, known, n=1)
+        if other is not None:
+            hint = f"use {other}"
+        else:
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise RequestError(f"unknown argument {name!r}; {hint}")
     if params:
         if sampling is not None:
             raise RequestError(
@@ -149,18 +157,6 @@ def sampling_each(
             f"{len(each)} sampling parameters for {count} prompts; give one for each"
         )
     return each
-
-
-def _check_names(params: Mapping[str, Any]) -> None:
-    known = ["max_new_tokens", *GenerateArguments.__annotations__]
-    for name in params.keys() - set(known):
-        other = next((right for right, names in _OTHER_NAMES.items() if name in names), None)
-        near = difflib.get_close_matches(name, known, n=1)
-        if other is not None:
-            hint = f"use {other}"
-        else:
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise RequestError(f"unknown argument {name!r}; {hint}")
 
 
 def grammar_each(

@@ -286,7 +286,17 @@ class Scheduler:
         request.num_input, request.num_prefilled = request.num_tokens, 0
         request.slot = self.slots.take()
         if self.prefixes:
-            self._take_known(request, count, self.prefixes, found)
+            # Files can only add to the known pages, and each that is shared needs no other page.
+            while True:
+                more = self.prefixes.match_files(request, found)
+                self.pages.share(more.pages)
+                request.pages = more.pages + self.pages.take(count - len(more.pages))
+                if self.prefixes.load(request, more):
+                    break
+                self.pages.give_back(request.pages)
+            request.num_indexed, request.last_block = len(more.pages), more.number
+            request.num_prefilled = (len(more.pages) + more.num_stored) * self.prefixes.page_size
+            self.reused_tokens += request.num_prefilled
         else:
             request.pages = self.pages.take(count)
         if request.num_cached is None:
@@ -294,24 +304,6 @@ class Scheduler:
         self.running.append(request)
         self._placed.append(request)
         return True
-
-    def _take_known(
-        self, request: Request, count: int, prefixes: PrefixCache, found: Match
-    ) -> None:
-        """Give a request `count` pages, of which the first hold what is known of its beginning.
-
-        Files can only add to the known pages, and each that is shared needs no other page.
-        """
-        while True:
-            more = prefixes.match_files(request, found)
-            self.pages.share(more.pages)
-            request.pages = more.pages + self.pages.take(count - len(more.pages))
-            if prefixes.load(request, more):
-                break
-            self.pages.give_back(request.pages)
-        request.num_indexed, request.last_block = len(more.pages), more.number
-        request.num_prefilled = (len(more.pages) + more.num_stored) * prefixes.page_size
-        self.reused_tokens += request.num_prefilled
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1

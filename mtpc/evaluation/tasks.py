@@ -75,25 +75,21 @@ def _question(line: str, place: str) -> Question:
     prompt = fields["prompt"] if "prompt" in fields else fields["messages"]
     if "prompt" in fields and not (isinstance(prompt, str) and prompt):
         raise OptionError(f"{place}: prompt is {prompt!r}; expected text")
-    if "messages" in fields and not _are_messages(prompt):
+    if "messages" in fields and not (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    ):
         raise OptionError(f"{place}: messages is {prompt!r}; expected objects of role and content")
     answers = _texts(fields.get("answer", []), f"{place}: answer")
     if not answers:
         raise OptionError(f"{place}: answer is missing; expected a text, or several")
     return Question(prompt, answers, _texts(fields.get("stop", []), f"{place}: stop"))
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
-        )
-    )
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:

@@ -39,8 +39,35 @@ def check_object(model: Any, family: ModelFamily) -> None:
             f"{family.hf_class} as it is; {_DIRECTORY}"
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    _check_devices(tensors)
-    _check_dtypes(model)
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if empty:
+        raise UnsupportedModelError(
+            f"the model has {len(empty)} tensor(s) on the meta device, which hold no values: "
+            f"{listing(empty)}; expected a model in memory: load it without offloading "
+            f"(no device_map), or {_DIRECTORY}"
+        )
+    devices = sorted({str(tensor.device) for tensor in tensors.values()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"the model is on several devices: {', '.join(devices)}; expected one: move it by "
+            f"model.to({devices[-1]!r}), or {_DIRECTORY}"
+        )
+    dtype = model.get_input_embeddings().weight.dtype
+    lists = (model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules)
+    kept = [f".{part}." for parts in lists for part in parts or ()]
+    mixed = [
+        f"{name} ({str(p.dtype).removeprefix('torch.')})"
+        for name, p in model.named_parameters()
+        if p.dtype != dtype
+        and p.dtype.itemsize > 1  # `mtpc.models.load` refuses these.
+        and not any(part in f".{name}." for part in kept)
+    ]
+    if mixed:
+        raise UnsupportedModelError(
+            f"the model's embedding is {dtype}, and {len(mixed)} other parameter(s) are not: "
+            f"{listing(mixed)}; expected one dtype: convert the model by model.to({dtype}), or "
+            f"{_DIRECTORY}"
+        )
 
 
 def _bypassed(model: Any, family: ModelFamily) -> Iterator[tuple[str, str]]:
@@ -65,43 +92,6 @@ def _altered(name: str, module: nn.Module, expected: type[nn.Module]) -> Iterato
         yield name, "a forward that replaces the one of its class"
     elif module._forward_hooks or module._forward_pre_hooks:
         yield name, "forward hooks"
-
-
-def _check_devices(tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors without values, and tensors on several devices."""
-    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if empty:
-        raise UnsupportedModelError(
-            f"the model has {len(empty)} tensor(s) on the meta device, which hold no values: "
-            f"{listing(empty)}; expected a model in memory: load it without offloading "
-            f"(no device_map), or {_DIRECTORY}"
-        )
-    devices = sorted({str(tensor.device) for tensor in tensors.values()})
-    if len(devices) > 1:
-        raise UnsupportedModelError(
-            f"the model is on several devices: {', '.join(devices)}; expected one: move it by "
-            f"model.to({devices[-1]!r}), or {_DIRECTORY}"
-        )
-
-
-def _check_dtypes(model: Any) -> None:
-    """Refuse parameters of another dtype than the embedding, except those that stay in float32."""
-    dtype = model.get_input_embeddings().weight.dtype
-    lists = (model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules)
-    kept = [f".{part}." for parts in lists for part in parts or ()]
-    mixed = [
-        f"{name} ({str(p.dtype).removeprefix('torch.')})"
-        for name, p in model.named_parameters()
-        if p.dtype != dtype
-        and p.dtype.itemsize > 1  # `mtpc.models.load` refuses these.
-        and not any(part in f".{name}." for part in kept)
-    ]
-    if mixed:
-        raise UnsupportedModelError(
-            f"the model's embedding is {dtype}, and {len(mixed)} other parameter(s) are not: "
-            f"{listing(mixed)}; expected one dtype: convert the model by model.to({dtype}), or "
-            f"{_DIRECTORY}"
-        )
 
 
 def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) -> None:

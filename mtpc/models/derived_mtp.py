@@ -53,6 +53,11 @@ def with_mtp_layers(family: ModelFamily, kind: Any, entries: Mapping[str, Any]) 
         norm = _COMMON_NORM if entries["chain_hidden_post_norm"] else None
     common = {f"{_COMMON_NORM}.weight": f"{root}{_COMMON_NORM}.weight"}
     observed = ObservedCaches(partial(_observe, kind))
+    # What transformers renames in the layers.
+    found = get_checkpoint_conversion_mapping(family.name) or ()
+    renamed = [each for each in found if isinstance(each, WeightRenaming)]
+    pairs = [(each.source_patterns[0], each.target_patterns[0]) for each in renamed]
+    plain = [(a.replace(r"\.", ".").lstrip("."), b.lstrip(".")) for a, b in pairs]
     return replace(
         family,
         wiring=replace(
@@ -70,7 +75,7 @@ def with_mtp_layers(family: ModelFamily, kind: Any, entries: Mapping[str, Any]) 
         common_tensors=common if norm == _COMMON_NORM else {},
         make_block=_make_block,
         rotary_type=_rotary_type,
-        stored_names=_renamings(family.name),
+        stored_names=tuple(pair for pair in plain if re.fullmatch(r"[\w. ]+", " ".join(pair))),
         cache_specs=lambda config, layer, dtype: (
             family.cache_specs if layer < config.num_hidden_layers else observed
         )(config, layer, dtype),
@@ -146,15 +151,6 @@ def _run_layers(model: Any, observer: Observer) -> None:
         _renumber(layer, config.num_hidden_layers + index)
         given = {"input_ids": ids, "mtpc_context": observer}
         hidden = layers.forward_layer(index, hidden, positions, observer, **given)
-
-
-def _renamings(model_type: str) -> tuple[tuple[str, str], ...]:
-    """`ModelFamily.stored_names` of a model type: what transformers renames in its layers."""
-    found = get_checkpoint_conversion_mapping(model_type) or ()
-    renamed = [each for each in found if isinstance(each, WeightRenaming)]
-    pairs = [(each.source_patterns[0], each.target_patterns[0]) for each in renamed]
-    plain = [(a.replace(r"\.", ".").lstrip("."), b.lstrip(".")) for a, b in pairs]
-    return tuple(pair for pair in plain if re.fullmatch(r"[\w. ]+", " ".join(pair)))
 
 
 class _MtpHead(nn.Module):

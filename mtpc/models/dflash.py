@@ -186,7 +186,18 @@ class DFlashLayer(DrafterLayer):
 
     def run(self, rows: Tensor, context: StepContext) -> Tensor:
         """Embeddings of the blocks' rows [T, H] -> what the last layer gives, [T, H]."""
-        request, alone = _rows_alone(context)
+        # Each row is a request of one row that has the length of its own request, so it attends to
+        # all rows of its block. A window ends before the block, so it is wider by the block's rows.
+        count, reqs = rows.shape[0], context.seq_lens.shape[0]
+        starts = torch.arange(count + 1, device=rows.device, dtype=torch.int32)
+        request = request_of(starts[:-1].long(), context.query_start_loc).clamp(max=reqs - 1)
+        alone = replace(
+            context,
+            block_table=context.block_table[request],
+            seq_lens=context.seq_lens[request],
+            query_start_loc=starts,
+            ahead=count // reqs,
+        )
         scale = self.config.embedding_scale
         hidden = (rows if scale == 1 else rows * scale)[None]
         angles = self.rotary(hidden, context.positions[None])
@@ -217,24 +228,6 @@ class MarkovHead(nn.Module):
 
     def forward(self, logits: Tensor, features: Tensor, before: Tensor) -> Tensor:
         return logits + self.markov_w2(self.markov_w1(before))
-
-
-def _rows_alone(context: StepContext) -> tuple[Tensor, StepContext]:
-    """Metadata in which each row is a request of one row that has the length of its own request.
-
-    So it attends to all rows of its block. Each row reads the cache by itself. A window ends before
-    the block, so it is wider by the block's rows.
-
-    Returns:
-        The request of each row, int64 [T]; and the metadata.
-    """
-    token = torch.arange(context.positions.shape[0], device=context.positions.device)
-    request = request_of(token, context.query_start_loc).clamp(max=context.seq_lens.shape[0] - 1)
-    starts = torch.arange(token.shape[0] + 1, device=token.device, dtype=torch.int32)
-    table, lens = context.block_table[request], context.seq_lens[request]
-    ahead = context.positions.shape[0] // context.seq_lens.shape[0]
-    alone = replace(context, block_table=table, seq_lens=lens, query_start_loc=starts, ahead=ahead)
-    return request, alone
 
 
 class DFlashContext(DrafterPass):

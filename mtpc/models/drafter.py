@@ -311,7 +311,19 @@ class Pairing:
                 for.
         """
         family, layers = self.family, config.layers
-        self._check_ends(config)
+        # The target's embedding and head stand for those that a drafter lacks, if they fit.
+        same_width = config.layers.hidden_size == self.target.hidden_size
+        fits = {
+            "embed_tokens.weight": same_width,
+            "lm_head.weight": same_width and config.draft_vocab_size == self.target.vocab_size,
+        }
+        stored = self.checkpoint.draft.tensors
+        lacking = [name for name, fit in fits.items() if name not in stored and not fit]
+        if lacking:
+            raise CheckpointError(
+                f"{self.where} lacks {', '.join(lacking)}, and the target's is of another shape; "
+                "download or export the head again"
+            )
         mapped = {TOKEN_MAP} & set(self.checkpoint.draft.tensors)
 
         def cache_specs(of: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
@@ -330,18 +342,3 @@ class Pairing:
             shared_tensors={"embed_tokens.weight": "embedding", "lm_head.weight": "head"},
             **more,
         )
-
-    def _check_ends(self, config: DrafterConfig) -> None:
-        """Refuse a drafter without an embedding or a head that the target's cannot stand for."""
-        same_width = config.layers.hidden_size == self.target.hidden_size
-        fits = {
-            "embed_tokens.weight": same_width,
-            "lm_head.weight": same_width and config.draft_vocab_size == self.target.vocab_size,
-        }
-        stored = self.checkpoint.draft.tensors
-        lacking = [name for name, fit in fits.items() if name not in stored and not fit]
-        if lacking:
-            raise CheckpointError(
-                f"{self.where} lacks {', '.join(lacking)}, and the target's is of another shape; "
-                "download or export the head again"
-            )

@@ -14,7 +14,7 @@ read differently. P-EAGLE: speculators 0.9 (models/peagle), and vLLM's llm_base_
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -85,8 +85,28 @@ class Eagle3Config(DrafterConfig):
         entries, stored = pair.entries, pair.checkpoint.draft
         is_parallel = _MASK in stored.tensors
         config, rows, width = pair.read_layers(LlamaConfig, entries, "an EAGLE-3 head")
-        _check_known(entries, config, pair.where, is_parallel)
-        found = pair.check_layer_ids(_layer_ids(entries, pair.num_layers), LAYER_IDS)
+        kinds = entries.get("layer_types") or []
+        unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
+        if config.num_hidden_layers != 1 and not is_parallel:
+            unknown.append(f"num_hidden_layers={config.num_hidden_layers}")
+        if "sliding_attention" in kinds:
+            unknown.append(f"layer_types={kinds!r}")
+        if (entries.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
+            unknown.append("use_aux_hidden_state=False")
+        if unknown:
+            raise UnsupportedModelError(
+                f"{pair.where} is an EAGLE-3 head with {', '.join(unknown)}; expected one layer "
+                "with full attention, fed by captured layers"
+            )
+        # At the top of config.json, ids are vLLM's and speculators': the input of layer i. In
+        # `eagle_config` they are those of the trainers SpecForge and ModelOpt: the output of layer
+        # i. But the authors' own choice of inputs, and ids that name the final norm, are taken as
+        # they are.
+        authors = list(authors_layers(pair.num_layers))
+        nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
+        if sorted(nested) != authors and pair.num_layers not in nested:
+            nested = [i + 1 for i in nested]
+        found = pair.check_layer_ids(entries.get(LAYER_IDS) or nested or authors, LAYER_IDS)
         first, output = (bool(entries.get(name)) for name in (_NORM_FIRST, _NORM_OUTPUT))
         head = cls(config, found, rows, width, first, output)
         if not is_parallel:
@@ -96,39 +116,9 @@ class Eagle3Config(DrafterConfig):
         return replace(head, mask_id=pair.check_mask(mask), mask_shape=shape)
 
 
-def _check_known(entries: Mapping[str, Any], config: Any, where: Any, is_parallel: bool) -> None:
-    kinds = entries.get("layer_types") or []
-    unknown = [f"{name}={entries[name]!r}" for name in _UNKNOWN if entries.get(name)]
-    if config.num_hidden_layers != 1 and not is_parallel:
-        unknown.append(f"num_hidden_layers={config.num_hidden_layers}")
-    if "sliding_attention" in kinds:
-        unknown.append(f"layer_types={kinds!r}")
-    if (entries.get("eagle_config") or {}).get("use_aux_hidden_state") is False:
-        unknown.append("use_aux_hidden_state=False")
-    if unknown:
-        raise UnsupportedModelError(
-            f"{where} is an EAGLE-3 head with {', '.join(unknown)}; expected one layer with full "
-            "attention, fed by captured layers"
-        )
-
-
 def authors_layers(layers: int) -> tuple[int, int, int]:
     """The layers whose inputs the authors capture, of a target with so many."""
     return 2, layers // 2, layers - 3
-
-
-def _layer_ids(entries: Mapping[str, Any], layers: int) -> Sequence[int]:
-    """The layers whose inputs are captured.
-
-    At the top of config.json, ids are vLLM's and speculators': the input of layer i. In
-    `eagle_config` they are those of the trainers SpecForge and ModelOpt: the output of layer i. But
-    the authors' own choice of inputs, and ids that name the final norm, are taken as they are.
-    """
-    authors = list(authors_layers(layers))
-    nested = (entries.get("eagle_config") or {}).get(LAYER_IDS) or []
-    if sorted(nested) != authors and layers not in nested:
-        nested = [i + 1 for i in nested]
-    return entries.get(LAYER_IDS) or nested or authors
 
 
 class Eagle3Layer(DrafterLayer):

@@ -93,7 +93,15 @@ class _Graft:
                 "another BASE"
             )
         self._mtp, target = MTPTensors.of(base), MTPTensors.of(finetune)
-        self._check_same_kind(target)
+        kinds = [
+            f"{kind.family.name} with {kind.config.num_hidden_layers} decoder layers"
+            for kind in (target, self._mtp)
+        ]
+        if kinds[0] != kinds[1]:
+            raise CheckpointError(
+                f"{self._finetune.directory} is a {kinds[0]}, and {self._base.directory} a "
+                f"{kinds[1]}; expected the base of the fine-tune"
+            )
         self._replaced = set(target.names())
         self._left_out = self._copies_that_do_not_fit()
 
@@ -117,22 +125,17 @@ class _Graft:
             write_json(scratch / CONFIG, config)
             copy_others(self._finetune.directory, scratch)
             tell("check what was written")
-            self._check_result(scratch)
+            written = Checkpoint(scratch)
+            try:
+                load(written, written.dtype, needs_mtp=True, headers_only=True)
+            except CheckpointError as error:
+                raise CheckpointError(
+                    f"the MTP layers of {self._base.directory} do not fit "
+                    f"{self._finetune.directory}: {error}; expected the base of the fine-tune"
+                ) from error
         size, replaced = writer.nbytes - before, len(self._replaced)
         left_out = tuple(sorted(self._left_out))
         return Grafted(len(reads), size, len(kept), replaced, entries, left_out)
-
-    def _check_same_kind(self, target: MTPTensors) -> None:
-        """Refuse a fine-tune of another family or depth."""
-        kinds = [
-            f"{kind.family.name} with {kind.config.num_hidden_layers} decoder layers"
-            for kind in (target, self._mtp)
-        ]
-        if kinds[0] != kinds[1]:
-            raise CheckpointError(
-                f"{self._finetune.directory} is a {kinds[0]}, and {self._base.directory} a "
-                f"{kinds[1]}; expected the base of the fine-tune"
-            )
 
     def _copies_that_do_not_fit(self) -> set[str]:
         """MTP tensors to leave out: copies of the base's embedding and head, where the fine-tune
@@ -180,7 +183,13 @@ class _Graft:
         """config.json of the new checkpoint, and the entries that differ from the fine-tune's."""
         config = copy.deepcopy(self._finetune.config)
         text, base = config.get("text_config") or config, self._base.text_config
-        entries = _mtp_entries(base, text)
+        # Entries that belong to MTP layers have "mtp" or "nextn" in their names, or are lists that
+        # go on for the MTP layers after the fine-tune's.
+        entries: dict[str, Any] = {}
+        for name, value in base.items():
+            own = text.get(name)
+            if ("mtp" in name or "nextn" in name or _goes_on(value, own)) and value != own:
+                entries[name] = value
         for name in MTP_COUNT_NAMES:
             if name not in base:
                 text.pop(name, None)
@@ -191,31 +200,6 @@ class _Graft:
             matrices = {n for n in written if n in tensors and len(tensors[n].shape) == 2}
             config["quantization_config"] = _leave_out(says, matrices)
         return config, entries
-
-    def _check_result(self, scratch: Path) -> None:
-        """Load the new checkpoint's headers, as `mtpc.compile` does."""
-        written = Checkpoint(scratch)
-        try:
-            load(written, written.dtype, needs_mtp=True, headers_only=True)
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"the MTP layers of {self._base.directory} do not fit {self._finetune.directory}: "
-                f"{error}; expected the base of the fine-tune"
-            ) from error
-
-
-def _mtp_entries(base: Config, tune: Config) -> dict[str, Any]:
-    """Entries of the base's config that belong to MTP layers, where the fine-tune's differ.
-
-    These are the entries with "mtp" or "nextn" in their names, and lists that go on for the MTP
-    layers after the fine-tune's.
-    """
-    found: dict[str, Any] = {}
-    for name, value in base.items():
-        own = tune.get(name)
-        if ("mtp" in name or "nextn" in name or _goes_on(value, own)) and value != own:
-            found[name] = value
-    return found
 
 
 def _goes_on(value: Any, own: Any) -> bool:

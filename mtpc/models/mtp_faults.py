@@ -114,7 +114,20 @@ def find_faults(directory: Path, dtype: str | None = None) -> list[Fault]:
     try:
         checkpoint = Checkpoint(tensors.files.directory)
     except CheckpointError as error:
-        return [*values, _narrow(tensors, error, graft)]
+        # Weights that were rounded to 8 bits or fewer, with no scales beside them; or something
+        # else is wrong.
+        stored = tensors.files.stored
+        leaves: dict[str, set[str]] = {}
+        for name in tensors.names():
+            stem, _, leaf = name.rpartition(".")
+            leaves.setdefault(stem, set()).add(leaf)
+        bare = [f"{stem}.weight" for stem, found in leaves.items() if found <= {"weight", "bias"}]
+        narrow = [name for name in bare if name in stored and _is_narrow(stored[name])]
+        if not narrow:
+            raise error
+        kinds = ", ".join(sorted({stored[name].dtype for name in narrow}))
+        found = f"{len(narrow)} tensors are {kinds}, with no scales beside them: {listing(narrow)}"
+        return [*values, Fault("quantised", found, graft)]
     return [*values, *_accidents(tensors, checkpoint, graft), *_misfits(checkpoint, dtype, graft)]
 
 
@@ -185,26 +198,6 @@ def _values(files: CheckpointFiles, names: list[str], remedy: str) -> Iterator[F
 def _is_narrow(header: StoredTensor) -> bool:
     """Whether a tensor holds integers, or floating-point numbers of 8 bits or fewer."""
     return not header.is_floating_point or header.dtype.startswith(("F8", "F6", "F4"))
-
-
-def _narrow(tensors: MTPTensors, error: CheckpointError, graft: str) -> Fault:
-    """The fault of MTP weights that were rounded to 8 bits or fewer, with no scales beside them.
-
-    Raises:
-        CheckpointError: `error` itself, if the MTP layers have none: something else is wrong.
-    """
-    stored = tensors.files.stored
-    leaves: dict[str, set[str]] = {}
-    for name in tensors.names():
-        stem, _, leaf = name.rpartition(".")
-        leaves.setdefault(stem, set()).add(leaf)
-    bare = [f"{stem}.weight" for stem, found in leaves.items() if found <= {"weight", "bias"}]
-    narrow = [name for name in bare if name in stored and _is_narrow(stored[name])]
-    if not narrow:
-        raise error
-    kinds = ", ".join(sorted({stored[name].dtype for name in narrow}))
-    found = f"{len(narrow)} tensors are {kinds}, with no scales beside them: {listing(narrow)}"
-    return Fault("quantised", found, graft)
 
 
 def _accidents(tensors: MTPTensors, checkpoint: Checkpoint, graft: str) -> Iterator[Fault]:

@@ -118,7 +118,10 @@ def load_mtp_layer(
     stored = {name[len(prefix) :]: name for name in checkpoint.names(prefix)}
     common = family.common_tensors.items()
     stored |= {name: full for name, full in common if full in checkpoint.tensors}
-    own = _stored_ends(stored, family)
+    # An embedding and a head that are stored with the layer, but for those that the wiring gives to
+    # the target.
+    found = {role: stored[name] for name, role in family.shared_tensors.items() if name in stored}
+    own = {role: full for role, full in found.items() if getattr(family.wiring, role) == "own"}
     with torch.device("meta"):
         layer = build_mtp_layer(family, target, index, own)
     tensors = {
@@ -132,15 +135,6 @@ def load_mtp_layer(
     check_tensors(layer, tensors, what)
     _assign(layer, tensors, dtypes_of(target, family))
     return layer.eval()
-
-
-def _stored_ends(stored: Mapping[str, str], family: ModelFamily) -> dict[str, str]:
-    """Role -> stored name, for an embedding and a head that are stored with a layer.
-
-    A role that the wiring gives to the target is left out.
-    """
-    found = {role: stored[name] for name, role in family.shared_tensors.items() if name in stored}
-    return {role: full for role, full in found.items() if getattr(family.wiring, role) == "own"}
 
 
 def share_copies(layers: Iterable[MTPLayer], target: Any) -> None:

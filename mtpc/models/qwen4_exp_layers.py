@@ -112,7 +112,30 @@ class BlockAttention(StandIn):
         state.write(key.transpose(0, 1)[None], value.transpose(0, 1)[None], context)
         asked = self._index(hidden, firsts, state.index, context)
         asked = rotate_halves(asked, cos, sin)
-        chosen = self._attended(asked, state.index, context)
+        # Each row is a request of one row there: its block table has its chosen blocks, positions
+        # ascending, then its open block.
+        row = torch.arange(asked.shape[0] + 1, device=asked.device, dtype=torch.int32)
+        request = request_of(row[:-1], context.query_start_loc)
+        request = request.clamp(max=context.block_table.shape[0] - 1)
+        is_live = context.slot_mapping != NO_SLOT
+        seen = torch.where(is_live, context.positions + 1, 0)
+        closed, left = (seen // self.ratio).int(), seen % self.ratio
+        # To the operator, blocks are positions; a page holds P // ratio of them.
+        keys = state.index
+        blocks = choose_slots(
+            asked,
+            torch.ones_like(asked[..., 0]),
+            keys.view(-1, keys.shape[1] // self.ratio, self.ratio, keys.shape[2])[:, :, -1],
+            context.block_table[request],
+            closed,
+            row,
+            self.indexer.block_topk,
+        )
+        taken, own = closed.clamp(max=blocks.shape[1]), self._block_of(context).int()[:, None]
+        column = torch.arange(blocks.shape[1] + 1, device=asked.device)
+        table = torch.where(column == taken[:, None], own, torch.cat([blocks, own], 1))
+        lens = taken * self.ratio + left.int()
+        chosen = replace(context, block_table=table, seq_lens=lens, query_start_loc=row)
         pools = state.by_block(self.ratio)
         out = pools.attend(self, query.transpose(0, 1)[None], self.scaling, chosen)[0]
         return self.o_proj(out.flatten(1) * torch.sigmoid(gate.flatten(1)))[None], None
@@ -157,39 +180,6 @@ class BlockAttention(StandIn):
     def _block_of(self, context: StepContext) -> Tensor:
         """The block of each row in all pages, int64 [T]; -1 where a row has no slot."""
         return context.slot_mapping // self.ratio
-
-    def _attended(self, asked: Tensor, keys: Tensor, context: StepContext) -> StepContext:
-        """What rows attend to, as the context of an attention in pages of a block.
-
-        Each row is a request of one row there: its block table has its chosen blocks, positions
-        ascending, then its open block.
-
-        Args:
-            asked: the indexer's queries, [T, heads, I].
-            keys: the indexer's pages, [N, P, I], those of this forward included.
-            context: of the forward.
-        """
-        row = torch.arange(asked.shape[0] + 1, device=asked.device, dtype=torch.int32)
-        request = request_of(row[:-1], context.query_start_loc)
-        request = request.clamp(max=context.block_table.shape[0] - 1)
-        is_live = context.slot_mapping != NO_SLOT
-        seen = torch.where(is_live, context.positions + 1, 0)
-        closed, left = (seen // self.ratio).int(), seen % self.ratio
-        # To the operator, blocks are positions; a page holds P // ratio of them.
-        blocks = choose_slots(
-            asked,
-            torch.ones_like(asked[..., 0]),
-            keys.view(-1, keys.shape[1] // self.ratio, self.ratio, keys.shape[2])[:, :, -1],
-            context.block_table[request],
-            closed,
-            row,
-            self.indexer.block_topk,
-        )
-        taken, own = closed.clamp(max=blocks.shape[1]), self._block_of(context).int()[:, None]
-        column = torch.arange(blocks.shape[1] + 1, device=asked.device)
-        table = torch.where(column == taken[:, None], own, torch.cat([blocks, own], 1))
-        lens = taken * self.ratio + left.int()
-        return replace(context, block_table=table, seq_lens=lens, query_start_loc=row)
 
 
 class NGramLayer(StandIn):

@@ -36,7 +36,13 @@ def save_checkpoint(
     model.save_pretrained(directory)
     named = dict(_named(model, mtp_layers, family))
     if (directory / INDEX).is_file():
-        _add_shard(directory, named)
+        # One more shard beside those of transformers.
+        name = "model-mtp.safetensors"
+        save_file(named, directory / name, metadata={"format": "pt"})
+        index = json.loads((directory / INDEX).read_text())
+        index["weight_map"].update(dict.fromkeys(named, name))
+        index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in named.values())
+        write_json(directory / INDEX, index)
     else:
         path = directory / "model.safetensors"
         save_file({**load_file(path), **named}, path, metadata={"format": "pt"})
@@ -62,13 +68,3 @@ def _named(
             # safetensors refuses tensors that share memory, as parts of stacked experts do.
             stored = family.common_tensors.get(name, prefix + name)
             yield stored, tensor.detach().clone().contiguous()
-
-
-def _add_shard(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Write one more shard beside those of transformers, and list its tensors in the index."""
-    name = "model-mtp.safetensors"
-    save_file(tensors, directory / name, metadata={"format": "pt"})
-    index = json.loads((directory / INDEX).read_text())
-    index["weight_map"].update(dict.fromkeys(tensors, name))
-    index["metadata"]["total_size"] += sum(tensor.nbytes for tensor in tensors.values())
-    write_json(directory / INDEX, index)

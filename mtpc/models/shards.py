@@ -138,7 +138,11 @@ class ShardPlan:
         self._rules = self._read(expert_parallel) if ranks > 1 else {}
         if ranks > 1:
             self._check_heads()
-            self._check_sizes()
+            for name, tensor in self._loaded.weights().items():
+                shard = self.shard(name, tensor)
+                if shard.kind not in ("replicated", "vocab"):
+                    what = "experts" if shard.kind == "expert" else "features"
+                    self._divide(tensor.shape[shard.dim] // shard.parts, what, name)
 
     def style(self, name: str) -> Style:
         """What the plan says of a module or a parameter by its name in `LoadedModel.weights`."""
@@ -230,13 +234,6 @@ class ShardPlan:
                     self._divide(int(values[-2]), "key/value heads", where)
             if self._rules[self._generic(output)] != "rowwise_split_input":  # It takes all heads.
                 self._divide(heads, "attention heads", where)
-
-    def _check_sizes(self) -> None:
-        for name, tensor in self._loaded.weights().items():
-            shard = self.shard(name, tensor)
-            if shard.kind not in ("replicated", "vocab"):
-                what = "experts" if shard.kind == "expert" else "features"
-                self._divide(tensor.shape[shard.dim] // shard.parts, what, name)
 
     def _divide(self, count: int, what: str, where: str) -> None:
         """Refuse a count that the ranks cannot share equally."""

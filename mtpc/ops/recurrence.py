@@ -113,8 +113,14 @@ def run_recurrence(rule: Rule, rows: Tensor, slots: RequestState) -> Tensor:
 
     state = _replay(state, past, rule, stood, torch.where(on, committed, 0))
     inputs = rows[:, : rule.channels]
-    taps = _taps(inputs, past, request, index, position, rule.width)
-    terms = rule.terms(taps, rows)
+    # The inputs of the convolution at each row: W positions, its own the last, [T, W, C].
+    taps = []
+    for back in range(rule.width - 1, -1, -1):
+        there = position - back
+        older = past[request, there % past.shape[1], : inputs.shape[1]]
+        older = torch.where((there >= 0)[:, None], older, 0)
+        taps.append(torch.where((index >= back)[:, None], inputs.roll(back, 0), older))
+    terms = rule.terms(torch.stack(taps, 1), rows)
     certain = live & (index < slots.certain_lens[request])
     out, state = _run(rule, state, terms, request, live, certain)
 
@@ -126,7 +132,11 @@ def run_recurrence(rule: Rule, rows: Tensor, slots: RequestState) -> Tensor:
     seen = torch.where(on, seen, slots.standing[slots.state_slots]).to(slots.standing.dtype)
     slots.standing.index_copy_(0, slots.state_slots, seen)
     remembered = live & (position >= slots.seq_lens[request] - slots.history.shape[1])
-    _remember(slots.history, rows, slots.state_slots[request], position, remembered)
+    # Rows that are not remembered write the first entry of slot 0 back.
+    flat = slots.history.view(-1, slots.history.shape[2])
+    size, own = slots.history.shape[1], slots.state_slots[request]
+    target = torch.where(remembered, own * size + position % size, 0)
+    flat.index_copy_(0, target, torch.where(remembered[:, None], rows, flat[0]))
     return out.to(rows.dtype)
 
 
@@ -153,19 +163,6 @@ def _replay(state: Tensor, past: Tensor, rule: Rule, stood: Tensor, until: Tenso
     return state
 
 
-def _taps(
-    inputs: Tensor, past: Tensor, request: Tensor, index: Tensor, position: Tensor, width: int
-) -> Tensor:
-    """The inputs of the convolution at each row: W positions, its own the last, [T, W, C]."""
-    channels, taps = inputs.shape[1], []
-    for back in range(width - 1, -1, -1):
-        there = position - back
-        older = past[request, there % past.shape[1], :channels]
-        older = torch.where((there >= 0)[:, None], older, 0)
-        taps.append(torch.where((index >= back)[:, None], inputs.roll(back, 0), older))
-    return torch.stack(taps, 1)
-
-
 def _run(
     rule: Rule, state: Tensor, terms: Any, request: Tensor, live: Tensor, certain: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -180,12 +177,3 @@ def _run(
         state = state.index_copy(0, of, torch.where(live[row], after, before))
         kept = kept.index_copy(0, of, torch.where(certain[row], after, kept[of]))
     return torch.where(live[:, None, None], torch.cat(out), 0), kept
-
-
-def _remember(
-    history: Tensor, rows: Tensor, slots: Tensor, position: Tensor, wanted: Tensor
-) -> None:
-    """Keep inputs where `wanted`; all others write the first entry of slot 0 back."""
-    flat = history.view(-1, history.shape[2])
-    target = torch.where(wanted, slots * history.shape[1] + position % history.shape[1], 0)
-    flat.index_copy_(0, target, torch.where(wanted[:, None], rows, flat[0]))

@@ -47,7 +47,11 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
     if norm is None:
         return False
     x, weight, epsilon, plus_one = norm
-    added = _summands(x)
+    # The two terms of the sum x, if both have its shape and neither is scaled.
+    left, right = operands(x, aten.add.Tensor, 2)
+    shape = x.meta["val"].shape
+    alike = all(is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
+    added = (left, right) if alike else None
     if added is None:
         with graph.inserting_before(node):
             normed = emit(graph, torch.ops.mtpc.rms_norm.default, norm, node)
@@ -91,14 +95,6 @@ def _match_scaling(node: Any) -> tuple[fx.Node, float] | None:
         if is_mean_square and isinstance(epsilon, float) and is_narrow(x):
             return (x, epsilon) if wide.meta["val"].dtype == torch.float32 else None
     return None
-
-
-def _summands(x: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two terms of the sum x, if both have its shape and neither is scaled."""
-    left, right = operands(x, aten.add.Tensor, 2)
-    shape = x.meta["val"].shape
-    alike = all(is_narrow(term) and term.meta["val"].shape == shape for term in (left, right))
-    return (left, right) if alike else None
 
 
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:

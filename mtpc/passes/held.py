@@ -123,22 +123,17 @@ def _reshape(call: Call) -> int:
         if prod(call.shape[:dim]) == ahead and size > 1:
             if size % call.ranks:
                 break
-            _share_size(call, dim)
+            for place, name in enumerate(call.arguments):
+                sizes, at = call.arguments[name], dim
+                if name == "sizes":  # Of one dimension, which is divided.
+                    at -= call.dim()
+                elif name not in ("size", "shape"):
+                    continue
+                if 0 <= at < len(sizes) and sizes[at] != -1:
+                    shared = [n // call.ranks if i == at else n for i, n in enumerate(sizes)]
+                    call.node.update_arg(place, shared)
             return dim
     raise NeedsWholeError
-
-
-def _share_size(call: Call, dim: int) -> None:
-    """Divide a size in the arguments of a call; -1 needs no change."""
-    for place, name in enumerate(call.arguments):
-        sizes, at = call.arguments[name], dim
-        if name == "sizes":  # Of one dimension, which is divided.
-            at -= call.dim()
-        elif name not in ("size", "shape"):
-            continue
-        if 0 <= at < len(sizes) and sizes[at] != -1:
-            shared = [n // call.ranks if i == at else n for i, n in enumerate(sizes)]
-            call.node.update_arg(place, shared)
 
 
 def _transpose(call: Call) -> int:

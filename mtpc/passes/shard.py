@@ -166,7 +166,11 @@ class _Cutter:
             try:
                 is_operator = isinstance(node.target, OpOverload)
                 if not (is_operator and self._share(node, arguments(node))):
-                    self._follow(node, cut)
+                    self.held[node] = follow(Call(node, self.whole, self.held, self.sharding.ranks))
+                    if self.gathered.issuperset(cut):
+                        self.gathered.add(node)
+                        self.steps[node] = max(self.steps.get(source, 0) for source in cut)
+                    self._compute(node)
             except NeedsWholeError:
                 self._make_whole(node, cut)
         elif traits_of(node.target).chooses:
@@ -203,13 +207,6 @@ class _Cutter:
                 self._compute(node)
             return True
         raise NeedsWholeError
-
-    def _follow(self, node: fx.Node, cut: list[fx.Node]) -> None:
-        self.held[node] = follow(Call(node, self.whole, self.held, self.sharding.ranks))
-        if self.gathered.issuperset(cut):
-            self.gathered.add(node)
-            self.steps[node] = max(self.steps.get(source, 0) for source in cut)
-        self._compute(node)
 
     def _compute(self, node: fx.Node) -> None:
         """Compute a call on parts; check that its value is the part that the rules predict."""

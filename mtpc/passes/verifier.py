@@ -47,11 +47,6 @@ class Verifier:
         if not graph.is_flat:
             return
         check_operators(graph, pass_name)
-        self._check_effects(graph, pass_name)
-        if self.propagate:
-            check_values(graph, pass_name)
-
-    def _check_effects(self, graph: StepGraph, pass_name: str) -> None:
         effects = analyse(graph.graph)
         check_writers(graph, effects, pass_name)
         trace = effect_trace(graph.graph, effects)
@@ -65,6 +60,8 @@ class Verifier:
                 difflib.unified_diff(before.get(name, []), trace.get(name, []), lineterm="", n=0)
             )[2:]
             raise GraphError(f"after {pass_name}: effects on {name} changed: {'; '.join(diff)}")
+        if self.propagate:
+            check_values(graph, pass_name)
 
 
 def check_row_demands(graph: StepGraph, pass_name: str) -> None:

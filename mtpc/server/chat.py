@@ -164,7 +164,16 @@ def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | Non
     if file is not None or _is_there(path):
         source: str | None = _read(path)
     else:
-        source = _default(config.get("chat_template"), place)
+        # An entry may be a list of named templates.
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            named = [e for e in source if isinstance(e, dict) and e.get("name") == "default"]
+            source = named[0].get("template") if named else None
+        if source is not None and not isinstance(source, str):
+            raise CheckpointError(
+                f"{place}: chat_template is of type {type(source).__name__}; expected a text, or a "
+                "list of objects with name and template"
+            )
     if source is None:
         return None
     tokens = {name: _text(token) for name, token in config.items() if name.endswith("_token")}
@@ -195,19 +204,6 @@ def _read(path: Path) -> str:
             f"the chat template {path} has more than {_MOST_BYTES} bytes; expected a Jinja template"
         )
     return source
-
-
-def _default(entry: Any, place: Path) -> str | None:
-    """The template in a checkpoint's entry, which may be a list of named templates."""
-    if isinstance(entry, list):
-        named = [e for e in entry if isinstance(e, dict) and e.get("name") == "default"]
-        entry = named[0].get("template") if named else None
-    if entry is not None and not isinstance(entry, str):
-        raise CheckpointError(
-            f"{place}: chat_template is of type {type(entry).__name__}; expected a text, or a list "
-            "of objects with name and template"
-        )
-    return entry
 
 
 def _text(token: Any) -> str | None:

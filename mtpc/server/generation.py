@@ -136,7 +136,10 @@ def make_job(
     for place, prompt in enumerate(prompts):
         limit = requested
         if limit is None:
-            limit = _default_tokens(len(prompt), engine, chat is not None, max_tokens)
+            # At least 1, so that the engine's own check reports a prompt that is too long.
+            left = engine.engine.longest - len(prompt)
+            usual = DEFAULT_COMPLETION_TOKENS if chat is None else left
+            limit = max(min(left, max_tokens or left, usual), 1)
         given = fields["prompt"][place] if fields.get("echo") else None
         echo = decode(given) if isinstance(given, list) else given
         for number in range(fields.get("n", 1)):
@@ -150,18 +153,6 @@ def make_job(
     flags = (fields.get(name, False) for name in ("include_stop_str_in_output", "return_token_ids"))
     rest = (fields.get("stop", ()), stop_ids, total, copies, decode, chat and chat.parser, *flags)
     return Job(tuple(choices), *rest)
-
-
-def _default_tokens(
-    prompt_tokens: int, engine: AsyncEngine, is_chat: bool, max_tokens: int | None
-) -> int:
-    """The default of `max_tokens`: what max_len and the page pool leave, or a lower limit.
-
-    It is at least 1, so that the engine's own check reports a prompt that is too long.
-    """
-    left = engine.engine.longest - prompt_tokens
-    limits = [left, max_tokens or left, left if is_chat else DEFAULT_COMPLETION_TOKENS]
-    return max(min(limits), 1)
 
 
 def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> SamplingParams:

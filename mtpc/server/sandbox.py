@@ -38,17 +38,6 @@ def serve(handle: int) -> None:
         handle: file descriptor of its end of the pipe.
     """
     pipe, compiled = Connection(handle), list[Template]()
-    _limit_process()
-    with contextlib.suppress(EOFError, OSError):  # The caller is gone.
-        while True:
-            data = pipe.recv_bytes()
-            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-            answer = _answer(compiled, data)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            pipe.send_bytes(answer)
-
-
-def _limit_process() -> None:
     # The default action ends the process, even within a call of Python's own C code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     for kind, most in (
@@ -58,14 +47,33 @@ def _limit_process() -> None:
     ):
         with contextlib.suppress(ValueError, OSError):  # A lower limit holds already.
             resource.setrlimit(kind, (most, most))
+    with contextlib.suppress(EOFError, OSError):  # The caller is gone.
+        while True:
+            data = pipe.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            answer = _answer(compiled, data)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send_bytes(answer)
 
 
 def _answer(compiled: list[Template], data: bytes) -> bytes:
     """The answer to one message: the first one is the template."""
     try:
         if compiled:
-            return b"+" + _render(compiled[0], json.loads(data)).encode()
-        compiled.append(_environment().from_string(data.decode()))
+            pieces, size = [], 0
+            for piece in compiled[0].generate(json.loads(data)):
+                pieces.append(piece)
+                size += len(piece)
+                if size > MAX_RENDERED:
+                    raise TemplateError(f"it makes a text of more than {MAX_RENDERED} characters")
+            return b"+" + "".join(pieces).encode()
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
+        compiled.append(environment.from_string(data.decode()))
         return b"+"
     except TemplateSyntaxError as error:
         reason = f"line {error.lineno}: {error}"
@@ -74,26 +82,6 @@ def _answer(compiled: list[Template], data: bytes) -> bytes:
     except Exception as error:  # A template may raise any exception.
         reason = str(error) or type(error).__name__
     return b"-" + reason[:_MAX_REASON].encode(errors="backslashreplace")
-
-
-def _render(template: Template, variables: dict[str, Any]) -> str:
-    pieces, size = [], 0
-    for piece in template.generate(variables):
-        pieces.append(piece)
-        size += len(piece)
-        if size > MAX_RENDERED:
-            raise TemplateError(f"it makes a text of more than {MAX_RENDERED} characters")
-    return "".join(pieces)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda text: datetime.now().strftime(text)
-    return environment
 
 
 def _to_json(

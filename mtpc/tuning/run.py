@@ -137,7 +137,14 @@ class Tuning:
         longest = max(plan.length, PROMPT_TOKENS + plan.new_tokens)
         self._options = {"max_len": longest, "batch_buckets": (CHUNK_ROWS,), **options}
         parsed = mtpc.CompileOptions.parse(self._options)
-        self._spec_tokens, self._parsed = _one_number(parsed, plan), parsed
+        tiers = make_plan(parsed).tiers
+        count = max(tiers)
+        if len(tiers) > 1 or not 1 <= count < plan.length - 1:
+            raise OptionError(
+                f"spec_tokens is {','.join(map(str, tiers))}; expected a number of drafts to "
+                f"train for, from 1 to {plan.length - 2} with texts of {plan.length} tokens"
+            )
+        self._spec_tokens, self._parsed = count, parsed
         self._checkpoint, self._plan, self._tell = Checkpoint(checkpoint), plan, tell
         self._form = form
         if parsed.draft:
@@ -190,12 +197,13 @@ class Tuning:
     def _run(self, resume: bool) -> Tuned:
         texts, before = self._prepare(resume)
         self._tell("load the target")
+        has_gpu = torch.cuda.is_available() and self._parsed.backend in ("auto", "cuda")
         teacher = Teacher(
             self._checkpoint,
             self._wiring,
             self._layer_ids,
             self._parsed.dtype,
-            _device(self._parsed.backend),
+            "cuda" if has_gpu else "cpu",
         )
         source = TargetRows(self.directory, texts.rows)
         source.fill(teacher, lambda share: self._tell(f"the target reads the texts: {share:.0%}"))
@@ -347,18 +355,6 @@ def _stored(model: TrainedModel, files: Checkpoint) -> dict[str, Tensor]:
     return found
 
 
-def _one_number(options: mtpc.CompileOptions, plan: Plan) -> int:
-    """K, as a single number that suits the length of a text."""
-    tiers = make_plan(options).tiers
-    count = max(tiers)
-    if len(tiers) > 1 or not 1 <= count < plan.length - 1:
-        raise OptionError(
-            f"spec_tokens is {','.join(map(str, tiers))}; expected a number of drafts to "
-            f"train for, from 1 to {plan.length - 2} with texts of {plan.length} tokens"
-        )
-    return count
-
-
 def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> None:
     directory = checkpoint.directory
     if checkpoint.gguf:
@@ -383,12 +379,6 @@ def _refuse_what_cannot_be_tuned(checkpoint: Checkpoint, dtype: str | None) -> N
             "and quantise the result (mtpc quantize), or put plain layers into this one: "
             f"mtpc graft PLAIN {directory} OUT"
         )
-
-
-def _device(backend: str) -> str:
-    """The device to train on, which is the one that decodes."""
-    has_gpu = torch.cuda.is_available() and backend in ("auto", "cuda")
-    return "cuda" if has_gpu else "cpu"
 
 
 def _write_prepared(

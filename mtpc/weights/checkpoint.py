@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
 from mtpc.weights.json_file import GENERATION, QKV_LAYOUT, check_ids, read_json
 from mtpc.weights.served_model import tokenizer_ends
-from mtpc.weights.tensor_file import Span, StoredTensor, dtype_code
+from mtpc.weights.tensor_file import Span, dtype_code
 
 if TYPE_CHECKING:
     from mtpc.weights.formats.stored import QuantisedWeight
@@ -82,7 +82,11 @@ class Checkpoint(CheckpointFiles):
     def _find_quantised(self) -> tuple[dict[str, QuantisedWeight], list[str]]:
         """See `mtpc.weights.formats.find_quantised`; nothing where all tensors look plain."""
         says = any(part.get("quantization_config") for part in (self.text_config, self.config))
-        if not says and _are_plain(self.tensors):
+        # Nothing looks like codes or their scales, so that no format need be asked.
+        if not says and all(
+            each.is_floating_point and not each.is_narrow and "scale" not in name.rpartition(".")[2]
+            for name, each in self.tensors.items()
+        ):
             return {}, []
         from mtpc.weights.formats import find_quantised  # Not above: many checkpoints are plain.
 
@@ -255,14 +259,6 @@ class Checkpoint(CheckpointFiles):
         check_ids(ids, path, "eos_token_id")
         own = as_ids(self.text_config.get("eos_token_id") if ids is None else ids)
         return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
-
-
-def _are_plain(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether nothing looks like codes or their scales, so that no format need be asked."""
-    return all(
-        each.is_floating_point and not each.is_narrow and "scale" not in name.rpartition(".")[2]
-        for name, each in tensors.items()
-    )
 
 
 def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:

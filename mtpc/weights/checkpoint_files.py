@@ -194,7 +194,14 @@ class CheckpointFiles(ConfigFile):
             self._files = {path: TensorFile(path) for path in self._shards()}
         self.stored: dict[str, StoredTensor] = {}
         for file in self._files.values():
-            self._add_tensors(file)
+            for name, stored in file.tensors.items():
+                if name in self.stored:
+                    raise CheckpointError(
+                        f"{name} is in {self.stored[name].path.name} and in {stored.path.name} of "
+                        f"{self.directory}; expected it in one file: remove the other, or write an "
+                        f"index ({INDEX})"
+                    )
+                self.stored[name] = stored
         check_counts(self.config, self.config_path, len(self.stored))
 
     @property
@@ -278,18 +285,3 @@ class CheckpointFiles(ConfigFile):
                     f"{path} is named in the index but missing; {download_again(self.directory)}"
                 )
         return shards
-
-    def _add_tensors(self, file: TensorFile) -> None:
-        """Add the tensors of a file.
-
-        Raises:
-            CheckpointError: another file has a tensor of that name.
-        """
-        for name, stored in file.tensors.items():
-            if name in self.stored:
-                raise CheckpointError(
-                    f"{name} is in {self.stored[name].path.name} and in {stored.path.name} of "
-                    f"{self.directory}; expected it in one file: remove the other, or write an "
-                    f"index ({INDEX})"
-                )
-            self.stored[name] = stored

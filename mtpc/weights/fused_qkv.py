@@ -69,7 +69,16 @@ def find_fused_qkv(
         match = _FUSED.fullmatch(name)
         if match is None or not name.startswith("model."):
             continue
-        counts = _rows_of_a_chunk(config, name, int(match["layer"]), chunks)
+        # Rows of queries, keys and values in each chunk.
+        layer = int(match["layer"])
+        pattern = config.get("hybrid_layer_pattern") or ()
+        slides = ".mtp." in name or (layer < len(pattern) and pattern[layer] == 1)
+        prefix = "swa_" if slides else ""
+        heads, kv_heads, width, v_width = (
+            int(config.get(prefix + key) or config[key])
+            for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+        )
+        counts = heads // chunks * width, kv_heads // chunks * width, kv_heads // chunks * v_width
         if stored.shape[0] != chunks * sum(counts):
             raise CheckpointError(
                 f"{name} is {stored}; expected {chunks} chunks of {counts[0]} + {counts[1]} + "
@@ -82,17 +91,3 @@ def find_fused_qkv(
             found[f"{match['stem']}{part}.weight"] = QkvRows(name, runs)
             begin += count
     return found
-
-
-def _rows_of_a_chunk(
-    config: Mapping[str, Any], name: str, layer: int, chunks: int
-) -> tuple[int, int, int]:
-    """Rows of queries, keys and values in each chunk of a layer's fused tensor."""
-    pattern = config.get("hybrid_layer_pattern") or ()
-    slides = ".mtp." in name or (layer < len(pattern) and pattern[layer] == 1)
-    prefix = "swa_" if slides else ""
-    heads, kv_heads, width, v_width = (
-        int(config.get(prefix + key) or config[key])
-        for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-    )
-    return heads // chunks * width, kv_heads // chunks * width, kv_heads // chunks * v_width

@@ -71,7 +71,21 @@ class PairedCheckpoint(Checkpoint):
         if type(size) is not int or size < 1:  # Reading the target's config refuses it.
             return
         if TOKEN_MAP in self.draft.tensors:
-            self._check_token_map(self.draft.tensor(TOKEN_MAP), size)
+            # Before any step reads it.
+            offsets = self.draft.tensor(TOKEN_MAP)
+            is_row = offsets.dim() == 1 and not offsets.is_floating_point()
+            ids = offsets.long() + torch.arange(len(offsets)) if is_row else offsets
+            if (
+                not is_row
+                or len(ids.unique()) < len(ids)
+                or not bool(((ids >= 0) & (ids < size)).all())
+            ):
+                raise CheckpointError(
+                    f"{self.draft.directory}: {TOKEN_MAP} must name {len(offsets)} different "
+                    f"tokens of the target's {size}; it has {offsets.dtype} "
+                    f"{tuple(offsets.shape)}, and its ids are {_span(ids)}; use the drafter that "
+                    "was trained for this target"
+                )
         if TOKEN_ORDER in self.draft.tensors:
             self._check_token_order(self.draft.tensor(TOKEN_ORDER), size)
 
@@ -94,21 +108,6 @@ class PairedCheckpoint(Checkpoint):
                 f"{size}: use the drafter that was trained for this target"
             )
         return tuple(sorted(ids))
-
-    def _check_token_map(self, offsets: Tensor, size: int) -> None:
-        """Refuse a map that would name wrong tokens, before any step reads it."""
-        is_row = offsets.dim() == 1 and not offsets.is_floating_point()
-        ids = offsets.long() + torch.arange(len(offsets)) if is_row else offsets
-        if (
-            not is_row
-            or len(ids.unique()) < len(ids)
-            or not bool(((ids >= 0) & (ids < size)).all())
-        ):
-            raise CheckpointError(
-                f"{self.draft.directory}: {TOKEN_MAP} must name {len(offsets)} different tokens of "
-                f"the target's {size}; it has {offsets.dtype} {tuple(offsets.shape)}, and its ids "
-                f"are {_span(ids)}; use the drafter that was trained for this target"
-            )
 
     def _check_token_order(self, ids: Tensor, size: int) -> None:
         """Refuse clusters that would name wrong tokens, before any step reads them."""

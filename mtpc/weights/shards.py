@@ -51,7 +51,16 @@ def new_directory(out: Path) -> Iterator[Path]:
     """
     prefix, parent = f".{out.name}.mtpc-", out.absolute().parent
     try:
-        _remove_abandoned(parent, prefix)
+        # This user's directories that no process holds.
+        found: list[Path] = []
+        with suppress(OSError):  # The parent cannot be listed.
+            found += parent.iterdir()
+        for path in found:
+            if not re.fullmatch(re.escape(prefix) + "[a-z0-9_]{8}", path.name):
+                continue
+            with suppress(OSError):  # Another process removes it, or the file system has no locks.
+                if path.lstat().st_uid == os.geteuid() and not is_held(path):
+                    shutil.rmtree(path, ignore_errors=True)
         scratch = Path(tempfile.mkdtemp(dir=parent, prefix=f"{prefix}new-"))
         handle = os.open(scratch, os.O_RDONLY)
         try:
@@ -69,19 +78,6 @@ def new_directory(out: Path) -> Iterator[Path]:
             os.close(handle)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
-
-
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove this user's directories of `new_directory` that no process holds."""
-    found: list[Path] = []
-    with suppress(OSError):  # The parent cannot be listed.
-        found += parent.iterdir()
-    for path in found:
-        if not re.fullmatch(re.escape(prefix) + "[a-z0-9_]{8}", path.name):
-            continue
-        with suppress(OSError):  # Another process removes it, or the file system has no locks.
-            if path.lstat().st_uid == os.geteuid() and not is_held(path):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 class ShardWriter:

@@ -113,7 +113,17 @@ class StoredWeights:
         if whole is None:
             found = self._make(recipe)
         elif isinstance(recipe, Packed):
-            found = {recipe: self._pack_in_pieces(whole, recipe)}
+            # Some rows at a time are in memory as they are stored.
+            packed = allocate(recipe, self._checkpoint.meta_tensor, self._packer.allocate)
+            begin, finite = 0, torch.ones(1, dtype=torch.bool)
+            for rows in self._checkpoint.pieces(whole):
+                end = begin + len(rows)
+                self._packer.fill(
+                    rows.to(packed.dtype), packed[begin // TILE : count_tiles(end)], finite
+                )
+                begin = end
+            self._finite[whole] = self._finite.get(whole, True) and bool(finite)
+            found = {recipe: packed}
         else:
             if whole not in self._finite:
                 self._finite[whole] = all([*map(is_finite, self._checkpoint.pieces(whole))])
@@ -151,19 +161,6 @@ class StoredWeights:
         stored = self._checkpoint.meta_tensor(held)
         may_be = stored.dim() == 2 if held is not recipe else stored.nbytes >= _IN_MAP_BYTES
         return held if may_be else None
-
-    def _pack_in_pieces(self, name: str, recipe: Packed) -> Tensor:
-        """A packed weight, of which some rows at a time are in memory as they are stored."""
-        packed = allocate(recipe, self._checkpoint.meta_tensor, self._packer.allocate)
-        begin, finite = 0, torch.ones(1, dtype=torch.bool)
-        for rows in self._checkpoint.pieces(name):
-            end = begin + len(rows)
-            self._packer.fill(
-                rows.to(packed.dtype), packed[begin // TILE : count_tiles(end)], finite
-            )
-            begin = end
-        self._finite[name] = self._finite.get(name, True) and bool(finite)
-        return packed
 
     def check(self) -> None:
         """Check the tensors that were read so far: all of them, once the steps are bound.

@@ -198,14 +198,11 @@ class TensorFile:
         except (OSError, MemoryError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from None
         self._map = map_file(path)
-        self.tensors = self._read_header()
-
-    def _read_header(self) -> dict[str, StoredTensor]:
-        """Read the header. A file is its length (8 bytes), the header (JSON), and the tensors."""
+        # A file is the header's length (8 bytes), the header (JSON), and the tensors.
         begin = 8 + int.from_bytes(self._map[:8], "little")
         header = json.loads(self._map[8:begin])
         header.pop("__metadata__", None)
-        return {
+        self.tensors = {
             name: StoredTensor(
                 self.path, entry["dtype"], tuple(entry["shape"]), begin + entry["data_offsets"][0]
             )

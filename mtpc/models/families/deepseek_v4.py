@@ -163,7 +163,15 @@ class StreamTarget(nn.Module):
 
     def __init__(self, decoder: Any, pool: CachePool, wiring: MTPWiring):
         super().__init__()
-        _check_norm(decoder.norm, decoder.embed_tokens.weight)
+        # In transformers 5.17 a float32 weight makes the norm's results float32.
+        embedding = decoder.embed_tokens.weight
+        found = decoder.norm(torch.empty_like(embedding[:1])).dtype
+        if found != embedding.dtype:
+            raise UnsupportedModelError(
+                f"the norms of DeepSeek-V4 give {dtype_name(found)} for "
+                f"{dtype_name(embedding.dtype)} in transformers {transformers.__version__}, which "
+                "its linears do not take; install 5.23 or later, or use dtype='float32'"
+            )
         self.embedding, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers, self.config, self.pool = decoder.layers, decoder.config, pool
 
@@ -178,18 +186,6 @@ class StreamTarget(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden, input_ids=ids[None], position_embeddings=angles, **given)
         return hidden[0]
-
-
-def _check_norm(norm: nn.Module, embedding: Tensor) -> None:
-    """Refuse a norm whose float32 weight makes its results float32, as in transformers 5.17."""
-    found = norm(torch.empty_like(embedding[:1])).dtype
-    if found != embedding.dtype:
-        wanted = dtype_name(embedding.dtype)
-        raise UnsupportedModelError(
-            f"the norms of DeepSeek-V4 give {dtype_name(found)} for {wanted} in transformers "
-            f"{transformers.__version__}, which its linears do not take; install 5.23 or later, or "
-            "use dtype='float32'"
-        )
 
 
 class StreamDraft(HFDraft):

@@ -32,7 +32,22 @@ def config_entries(entries: dict[str, Any]) -> dict[str, Any]:
         UnsupportedModelError: transformers' layers cannot be built as the entries say.
     """
     out = dict(entries)
-    _check_sliding_layers(out)
+    # Sliding layers have the sizes that transformers gives them.
+    twice = 2 * out.get("num_key_value_heads", 4)
+    wanted = {
+        "swa_num_attention_heads": out.get("num_attention_heads"),
+        "swa_num_key_value_heads": twice,
+        "swa_head_dim": out.get("head_dim"),
+        "swa_v_head_dim": out.get("v_head_dim"),
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+    }
+    for name, value in wanted.items():
+        if name in out and value is not None and out[name] != value:
+            raise UnsupportedModelError(
+                f"the config has {name} {out[name]!r}; expected {value!r}, as transformers' "
+                "MiMoV2Flash builds sliding layers"
+            )
     for name, kinds, released in (
         ("layer_types", (_FULL, _SLIDING), "hybrid_layer_pattern"),
         ("mlp_layer_types", ("dense", "sparse"), "moe_layer_freq"),
@@ -57,25 +72,6 @@ def config_entries(entries: dict[str, Any]) -> dict[str, Any]:
     shared["partial_rotary_factor"] = given.get("partial_rotary_factor", 1.0)
     out["rope_parameters"] = {kind: {**shared, "rope_theta": t} for kind, t in thetas.items()}
     return out
-
-
-def _check_sliding_layers(entries: dict[str, Any]) -> None:
-    """Check that sliding layers have the sizes that transformers gives them."""
-    twice = 2 * entries.get("num_key_value_heads", 4)
-    wanted = {
-        "swa_num_attention_heads": entries.get("num_attention_heads"),
-        "swa_num_key_value_heads": twice,
-        "swa_head_dim": entries.get("head_dim"),
-        "swa_v_head_dim": entries.get("v_head_dim"),
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-    }
-    for name, value in wanted.items():
-        if name in entries and value is not None and entries[name] != value:
-            raise UnsupportedModelError(
-                f"the config has {name} {entries[name]!r}; expected {value!r}, as transformers' "
-                "MiMoV2Flash builds sliding layers"
-            )
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:

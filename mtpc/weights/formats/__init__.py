@@ -81,17 +81,12 @@ def find_quantised(
     form = import_module(f"{__name__}.{FORMATS[method].module}")
     weights = {weight.name: weight for weight in form.find(tensors, says, text)}
     used = {name for weight in weights.values() for name in weight.parts.values()}
-    _check_left(tensors, used, form.LEAVES)
-    return weights, [name for name in tensors if name.rpartition(".")[2] in form.IGNORED]
-
-
-def _check_left(tensors: Tensors, used: set[str], leaves: tuple[str, ...]) -> None:
-    """Refuse tensors that look like parts of quantised weights but belong to none."""
+    # No tensor that looks like a part of a quantised weight belongs to none.
     for name, stored in tensors.items():
         leaf = name.rpartition(".")[2]
         if name in used:
             continue
-        if leaf in leaves:
+        if leaf in form.LEAVES:
             raise CheckpointError(
                 f"{name} belongs to no quantised weight of this checkpoint; expected the codes of "
                 f"a weight beside it; {ADVICE}"
@@ -101,3 +96,4 @@ def _check_left(tensors: Tensors, used: set[str], leaves: tuple[str, ...]) -> No
                 f"{stored.path}: {name} is {stored}; expected floating-point weights of at least "
                 f"16 bits, or quantised weights that config.json announces; {ADVICE}"
             )
+    return weights, [name for name in tensors if name.rpartition(".")[2] in form.IGNORED]

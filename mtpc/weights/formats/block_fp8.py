@@ -54,7 +54,12 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
                 "bfloat16 first"
             )
         if scaled and is_fp4:
-            found.append(_fp4(tensors, name, scale))
+            # A weight of DeepSeek-V4's experts.
+            rows, half = tensors[name].shape
+            check_groups(name, (rows, 2 * half), GROUP)
+            what = f"an exponent for each {GROUP} of {2 * half} inputs"
+            find_part(tensors, scale, ("F8_E8M0", "U8"), [(rows, 2 * half // GROUP)], what)
+            found.append(weight_of(name, (rows, 2 * half), {"codes": name, "scales": scale}))
         elif scaled:
             found.append(_fp8(tensors, name, scale, block, config))
     return found
@@ -83,15 +88,6 @@ def _fp8(
     return QuantisedWeight(
         name, shape, layout, "float8", grid, False, parts, _decode, dtype, rows=lie
     )
-
-
-def _fp4(tensors: Tensors, name: str, scale: str) -> QuantisedWeight:
-    """A weight of DeepSeek-V4's experts."""
-    rows, half = tensors[name].shape
-    check_groups(name, (rows, 2 * half), GROUP)
-    what = f"an exponent for each {GROUP} of {2 * half} inputs"
-    find_part(tensors, scale, ("F8_E8M0", "U8"), [(rows, 2 * half // GROUP)], what)
-    return weight_of(name, (rows, 2 * half), {"codes": name, "scales": scale})
 
 
 def _decode(parts: Mapping[str, Tensor]) -> Decoded:

@@ -50,18 +50,16 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
             scales = (f"{name}_scale", f"{name}_scale_2")
             found.append(nvfp4.weight_of(tensors, name, name, *scales, divides=False))
         elif stored.dtype == "F8_E4M3":
-            found.append(_fp8(tensors, module))
+            # Scales show by their shape what shares one.
+            scale = tensors.get(f"{module}.weight_scale")
+            shape = () if scale is None else scale.shape
+            strategy = (
+                "block" if len(shape) == 4 else "channel" if max(shape, default=1) > 1 else "tensor"
+            )
+            settings: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
+            settings["block_structure"] = [_BLOCK, _BLOCK]
+            found.append(compressed_tensors.plain_weight(tensors, module, settings, "float"))
     return found
-
-
-def _fp8(tensors: Tensors, module: str) -> QuantisedWeight:
-    """A weight in FP8, whose scales show by their shape what shares one."""
-    scale = tensors.get(f"{module}.weight_scale")
-    shape = () if scale is None else scale.shape
-    strategy = "block" if len(shape) == 4 else "channel" if max(shape, default=1) > 1 else "tensor"
-    settings: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": strategy}
-    settings["block_structure"] = [_BLOCK, _BLOCK]
-    return compressed_tensors.plain_weight(tensors, module, settings, "float")
 
 
 def _check_algorithms(says: Config) -> None:

@@ -103,9 +103,24 @@ class _Chain:
 def _stage_of(node: fx.Node) -> _Stage | None:
     """The call as a stage, or None if it is of another kind or has arguments that stages lack."""
     if is_call(node, _NORM):
-        return _norm_stage(node)
+        x, added, weight, epsilon, plus_one = operands(node, _NORM, 5)
+        results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
+        if x is None or 1 not in results:
+            return None
+        kind = NORM_PLUS_ONE if plus_one else NORM
+        return _Stage(node, kind, (x, added), (weight,), epsilon, results[1], results.get(0))
     if is_call(node, _GROUPED, _GROUPED_GATED):
-        return _grouped_stage(node)
+        count = 6 if is_call(node, _GROUPED) else 5
+        x, codes, scales, zeros, features, *bias = operands(node, node.target, count)
+        if x is None or not is_narrow(x) or not _fills_tiles(codes, features):
+            return None
+        biases = [operand for operand in bias if operand is not None]
+        kind = GROUPED[GATED if count == 5 else BIASED if biases else LINEAR]
+        if any(not is_narrow(operand) for operand in biases):
+            return None
+        points = [] if zeros is None else [zeros]
+        weights = (codes, scales, *points, *biases)
+        return _Stage(node, kind + ZEROS * len(points), (x,), weights, None, node, None)
     count = 4 if is_call(node, _LINEAR) else 3
     x, weight, features, *bias = operands(node, _LINEAR if count == 4 else _GATED, count)
     if x is None or not _fills_tiles(weight, features):
@@ -115,33 +130,8 @@ def _stage_of(node: fx.Node) -> _Stage | None:
     return _Stage(node, kind, (x,), (weight, *biases), None, node, None)
 
 
-def _grouped_stage(node: fx.Node) -> _Stage | None:
-    """A linear on a grouped weight as a stage, if its rows are bfloat16."""
-    count = 6 if is_call(node, _GROUPED) else 5
-    x, codes, scales, zeros, features, *bias = operands(node, node.target, count)
-    if x is None or not is_narrow(x) or not _fills_tiles(codes, features):
-        return None
-    biases = [operand for operand in bias if operand is not None]
-    kind = GROUPED[GATED if count == 5 else BIASED if biases else LINEAR]
-    if any(not is_narrow(operand) for operand in biases):
-        return None
-    points = [] if zeros is None else [zeros]
-    weights = (codes, scales, *points, *biases)
-    return _Stage(node, kind + ZEROS * len(points), (x,), weights, None, node, None)
-
-
 def _fills_tiles(weight: fx.Node, features: int) -> bool:
     return features % TILE == 0 and weight.meta["val"].shape[0] * TILE == features
-
-
-def _norm_stage(node: fx.Node) -> _Stage | None:
-    """A norm as a stage, if its result is read."""
-    x, added, weight, epsilon, plus_one = operands(node, _NORM, 5)
-    results = {user.args[1]: user for user in node.users if is_call(user, GETITEM)}
-    if x is None or 1 not in results:
-        return None
-    kind = NORM_PLUS_ONE if plus_one else NORM
-    return _Stage(node, kind, (x, added), (weight,), epsilon, results[1], results.get(0))
 
 
 def _grow(first: _Stage) -> _Chain:

@@ -107,7 +107,19 @@ def _pack_head_products(graph: StepGraph) -> int:
     found = [(n, _head_blocks(graph, n)) for n in graph.graph.nodes if is_call(n, *_PRODUCTS)]
     products = [(node, *blocks) for node, blocks in found if blocks is not None]
     for node, weight, blocks in products:
-        _exchange_head(graph, node, weight, blocks)
+        x, _ = arguments(node).values()
+        turned = "t" if blocks.transposed else "n"
+        source = str(weight.target).replace(".", "_")
+        name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
+        with graph.graph.inserting_before(node):
+            packed = emit_weight(graph, name, Packed(blocks), weight)
+            args = (_transposed(x, 0, 1), packed, node.meta["val"].shape[-1])
+            rows = emit(graph.graph, torch.ops.mtpc.packed_head_linear.default, args, node)
+            again = emit(graph.graph, aten.transpose.int, (rows, 0, 1), node)
+        for user in list(node.users):
+            if _transposed(user, 0, 1) is not None:
+                user.replace_all_uses_with(rows)
+        node.replace_all_uses_with(again)
     return tidy(graph, len(products))
 
 
@@ -129,22 +141,6 @@ def _head_blocks(graph: StepGraph, node: fx.Node) -> tuple[fx.Node, Blocks] | No
         return None
     stop = stack[1] if stop is None else stop
     return source, Blocks(stack[0], start, stop, whole is None, str(source.target))
-
-
-def _exchange_head(graph: StepGraph, node: fx.Node, weight: fx.Node, blocks: Blocks) -> None:
-    x, _ = arguments(node).values()
-    turned = "t" if blocks.transposed else "n"
-    source = str(weight.target).replace(".", "_")
-    name = f"packed.{source}_{blocks.count}x{blocks.start}to{blocks.stop}{turned}"
-    with graph.graph.inserting_before(node):
-        packed = emit_weight(graph, name, Packed(blocks), weight)
-        args = (_transposed(x, 0, 1), packed, node.meta["val"].shape[-1])
-        rows = emit(graph.graph, torch.ops.mtpc.packed_head_linear.default, args, node)
-        again = emit(graph.graph, aten.transpose.int, (rows, 0, 1), node)
-    for user in list(node.users):
-        if _transposed(user, 0, 1) is not None:
-            user.replace_all_uses_with(rows)
-    node.replace_all_uses_with(again)
 
 
 def _transposed(node: Any, first: int, second: int) -> Any:

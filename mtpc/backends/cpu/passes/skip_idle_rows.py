@@ -113,15 +113,12 @@ class _Counts:
         elif is_call(node, torch.ops.mtpc.accept.default):
             self.logits = None  # From here on rows are selected for each request alone.
         elif _has_features(node):
-            self._follow_selection(node)
-
-    def _follow_selection(self, node: fx.Node) -> None:
-        inputs = [one for one in node.all_input_nodes if one in self.selected]
-        if is_call(node, aten.index_select.default):
-            rows = arguments(node)["index"].meta["val"].shape[0]
-            self.selected[node] = self.logits is not None and rows == self.logits[0]
-        elif inputs:
-            self.selected[node] = self.selected[inputs[0]]
+            inputs = [one for one in node.all_input_nodes if one in self.selected]
+            if is_call(node, aten.index_select.default):
+                rows = arguments(node)["index"].meta["val"].shape[0]
+                self.selected[node] = self.logits is not None and rows == self.logits[0]
+            elif inputs:
+                self.selected[node] = self.selected[inputs[0]]
 
     def of(self, node: fx.Node) -> fx.Node | None:
         """The node that counts an operator's rows; None if no count fits, or there is one row only.
