@@ -252,7 +252,7 @@ LINES = {
     "capture": 1280,
     "certificate": 1510,
     "cli": 4480,
-    "engine": 6010,
+    "engine": 5720,
     "evaluation": 600,
     "host": 520,
     "integrations": 5060,

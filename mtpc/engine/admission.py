@@ -30,13 +30,10 @@ def longest_request(options: Plan, num_pages: int) -> int:
 
 
 def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
-    """A model without the end-of-sequence ids that its vocabulary lacks.
+    """A model without the end-of-sequence ids that its vocabulary lacks. `fallbacks` counts a
+    reason for each.
 
     Files may name such ids. They end no text, and a tensor might not hold them.
-
-    Args:
-        served: the model.
-        fallbacks: counts a reason for each id that is left out.
     """
     ends = tuple(i for i in served.stop_ids if _is_token(i, served.vocab_size))
     for token_id in served.stop_ids:
@@ -49,13 +46,8 @@ def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
 
 
 def check_request(request: Request, options: Plan, vocab_size: int, num_pages: int) -> None:
-    """Refuse a request that can never be served.
-
-    Args:
-        request: the request to check.
-        options: the options that the program was compiled with.
-        vocab_size: number of ids in the vocabulary.
-        num_pages: pages in the pool, used or free.
+    """Refuse a request that can never be served. `num_pages` counts those of the pool, used or
+    free.
 
     Raises:
         RequestError: a field does not meet the conditions that `Engine.add` lists.

@@ -47,13 +47,9 @@ class _Model(Protocol):
 
 
 class _Mailbox:
-    """Carries one request's outputs from the engine's thread to its consumer's event loop.
-
-    Args:
-        loop: the consumer's event loop.
-        notify: called when the mailbox has something to take and no notification is pending. It
-            arranges a call of `wake` in `loop`.
-    """
+    """Carries one request's outputs from the engine's thread to its consumer's event loop. `notify`
+    is called when the mailbox has something to take and no notification is pending. It arranges a
+    call of `wake` in `loop`, the consumer's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[_Mailbox], None]):
         self.loop, self._notify = loop, notify
@@ -209,13 +205,11 @@ class AsyncEngine:
         return self._is_closing
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps, and return its result.
+        """Run a function in the engine's thread, between two steps, and return its result. The
+        engine waits until it returns.
 
         The function reads a consistent state, for example of `engine.stats`, because no step runs
         at the same time. If the engine's thread does not run, the calling thread runs the function.
-
-        Args:
-            function: a short function; the engine waits until it returns.
 
         Raises:
             Exception: whatever the function raises.

@@ -26,11 +26,8 @@ Shape = tuple[int, int]
 
 
 class BudgetPolicy:
-    """Chooses among decode steps from measured times and from chances.
-
-    Args:
-        shapes: the steps that there are; most rows come last.
-    """
+    """Chooses among `shapes`, decode steps of which those with most rows come last, from measured
+    times and from chances."""
 
     def __init__(self, shapes: Sequence[Shape]):
         self._all, self._waited = tuple(shapes), 0.0
@@ -43,12 +40,8 @@ class BudgetPolicy:
         self._costs = dict[int, StepCosts[Shape]]()  # By the number of running requests.
 
     def choose(self, num_reqs: int, chances: Sequence[Sequence[float]]) -> Shape:
-        """The next decode step.
-
-        Args:
-            num_reqs: of the bucket.
-            chances: of each request's drafts; () of a request of which no step has told any.
-        """
+        """The next decode step of a bucket, from the chances of each request's drafts: () of a
+        request of which no step has told any."""
         new = [shape for shape in self.shapes if self._measured[shape] < ENOUGH]
         if new or not self._costs:
             return (new or self.shapes)[-1]

@@ -52,11 +52,7 @@ class TokenCompletion(_Facts, list[int]):
 
 
 class Collector:
-    """Puts the outputs of one prompt together.
-
-    Args:
-        is_text: whether the prompt is text; else it is token ids.
-    """
+    """Puts the outputs of one prompt, text or token ids, together."""
 
     def __init__(self, is_text: bool):
         self._is_text, self._start_s = is_text, time.perf_counter()

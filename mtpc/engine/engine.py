@@ -125,11 +125,8 @@ class Engine:
         return is_nested
 
     def _settle(self, cause: BaseException) -> None:
-        """Mend what an interrupted call has left, and abort what was put off.
-
-        Args:
-            cause: what interrupted the call, if one was.
-        """
+        """Mend what an interrupted call has left (`cause` interrupted it), and abort what was put
+        off."""
         if self._phase:
             self._rebuild(cause)
         while self._aborts:
@@ -146,13 +143,11 @@ class Engine:
             self.runner.rest()
 
     def _rebuild(self, cause: BaseException) -> list[Request]:
-        """Build the queues, slots, pages and the outbox anew from the requests.
+        """Build the queues, slots, pages and the outbox anew from the requests. Returns those that
+        had slots.
 
         If an interrupt comes here, too, the next call does this again. A request ends if its
         callback was interrupted, or if its grammar was: that has taken some of its tokens or none.
-
-        Returns:
-            The requests that had slots.
         """
         self._phase = "change"
         for request in self._outbox.requests.values():

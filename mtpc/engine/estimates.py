@@ -38,15 +38,9 @@ CellCosts = Mapping[int, tuple[float, bool]]
 
 
 class Acceptance:
-    """Counts of tried and accepted drafts at each position. The newest have the most weight.
-
-    Args:
-        memory: the weight that older samples keep at each new step.
-        prior: how many samples the prior counts for.
-
-    Attributes:
-        worth: what a token of this request counts, beside those of the other requests.
-    """
+    """Counts of tried and accepted drafts at each position. The newest have the most weight: older
+    samples keep `memory` of theirs at each new step. The prior counts for `prior` samples. `worth`
+    is what a token of this request counts, beside those of the other requests."""
 
     def __init__(self, memory: float = OWN_MEMORY, prior: float = OWN_PRIOR):
         self._memory, self._prior, self.worth = memory, prior, 1.0
@@ -71,12 +65,10 @@ class Acceptance:
 
 class Experience:
     """What is accepted: by all requests in the long run, by all lately, and by each for itself.
+    `count` is the largest K.
 
     The estimate that has best predicted recent first drafts is used. With every step, even one
     without drafts, the recent estimate fades into the long run.
-
-    Args:
-        count: the largest K.
     """
 
     def __init__(self, count: int):
@@ -113,11 +105,8 @@ class Experience:
         return found
 
     def lengths(self, each: Sequence[Acceptance]) -> list[list[float]]:
-        """The expected tokens of a request in steps with 0 drafts to the most.
-
-        Returns:
-            One list for each request that runs (`each` has their counts), or one for all.
-        """
+        """The expected tokens of a request in steps with 0 drafts to the most: one list for each
+        request that runs (`each` has their counts), or one for all."""
         guesses: Sequence[Acceptance | None] = [None]
         if max(self._own_is_better, self._late_is_better) > SURE:
             is_own = each and self._own_is_better > self._late_is_better

@@ -19,11 +19,7 @@ from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 
 class ForcedText:
-    """A `mtpc.Grammar` that allows one text, and anything after it.
-
-    Args:
-        token_ids: the text.
-    """
+    """A `mtpc.Grammar` that allows one text, and anything after it."""
 
     def __init__(self, token_ids: Sequence[int]):
         self._ids, self._taken = list(token_ids), 0
@@ -49,12 +45,8 @@ class ForcedText:
 def scoring_request(token_ids: Sequence[int], start: int, top: int, vocab_size: int) -> Request:
     """A request that emits the tokens of a text from `start` on, with their log-probabilities.
 
-    Args:
-        token_ids: the text.
-        start: the first token to score, 1..len(token_ids) - 1: the first token of a text has no
-            log-probability, because nothing predicts it.
-        top: how many of the most probable tokens to report beside each.
-        vocab_size: ids are below it.
+    `start` is at least 1, because nothing predicts the first token of a text. Beside each token,
+    the `top` most probable ones are reported.
 
     Raises:
         RequestError: `start` or an id is out of range.

@@ -48,12 +48,7 @@ class Grammar(Protocol):
 
 
 class GrammarMasks:
-    """The `GrammarRows` of an engine, from the first request with a grammar on.
-
-    Args:
-        program: whose steps have masks.
-        vocab_size: number of ids in the vocabulary.
-    """
+    """The `GrammarRows` of an engine, from the first request with a grammar on."""
 
     def __init__(self, program: Program, vocab_size: int):
         self._of = (program, vocab_size)

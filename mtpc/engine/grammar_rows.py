@@ -62,14 +62,10 @@ class GrammarRows:
         self._failed: dict[Request, tuple[int, Exception]] = {}
 
     def write(self, key: StepKey, turn: Turn) -> None:
-        """Write a step's masks.
+        """Write a step's masks. The chunks of a prefill step count as prefilled already.
 
         If no request of the turn has a grammar, this writes only if the step's last replay had
         masks, which it then clears.
-
-        Args:
-            key: the step.
-            turn: the step's requests. For a prefill step, their chunks already count as prefilled.
         """
         requests = turn.requests
         self._failed = {}
@@ -245,12 +241,8 @@ class _Walk:
             self.grammar.rollback(taken)
 
     def after(self, text: tuple[int, ...], like: Tensor) -> Tensor:
-        """The mask after a text that starts at the current position, which does not change.
-
-        Args:
-            text: token ids.
-            like: a mask of the same shape, int32 [ceil(V / 32)].
-        """
+        """The mask after a text that starts at the current position, which does not change: int32
+        [ceil(V / 32)], as `like` is."""
         words, count = torch.full_like(like, -1), 0
         try:
             for token_id in text:

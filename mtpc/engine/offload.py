@@ -36,13 +36,8 @@ Kind = Literal["page", "state"]
 
 
 class _Form:
-    """The files of one kind. Each holds one row of every tensor.
-
-    Args:
-        kind: part of the files' names.
-        rows: by name, the tensors [count, ...] whose rows are written.
-        into: by name, the tensors into whose rows files are read; their rows have the same form.
-    """
+    """The files of one kind. Each holds one row of every tensor [count, ...] in `rows`, and is read
+    into a row of `into`, whose rows have the same form."""
 
     def __init__(self, kind: Kind, rows: Mapping[str, Tensor], into: Mapping[str, Tensor]):
         self.kind = kind
@@ -189,14 +184,8 @@ class Offload:
             return False
 
     def load(self, kind: Kind, request: Request, number: int, row: int) -> bool:
-        """Copy what `has` found from its file. Return whether that was possible.
-
-        Args:
-            kind: of the file.
-            request: whose block it is.
-            number: of the block.
-            row: of the page pools, or of the state of request slots, which begins at slot 1.
-        """
+        """Copy what `has` found from its file to `row`: of the page pools, or of the state of
+        request slots, which begins at slot 1. Return whether that was possible."""
         form, block = self._forms[kind], self.block(request, number)
         name = form.name(block)
         try:

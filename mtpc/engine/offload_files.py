@@ -70,12 +70,8 @@ class OffloadDirectory:
             ) from error
 
     def touch(self, name: str, used: int | None = None) -> bool:
-        """Whether there is a file of this name. It then counts as used.
-
-        Args:
-            name: the file's name.
-            used: the time of the use, in nanoseconds since the epoch; None is now.
-        """
+        """Whether there is a file of this name. It then counts as used: now, or at `used`, in
+        nanoseconds since the epoch."""
         when = time.time_ns() if used is None else used
         try:
             os.utime(self.path / name, ns=(when, when), follow_symlinks=False)

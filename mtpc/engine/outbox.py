@@ -16,15 +16,8 @@ from mtpc.errors import ServingError
 
 
 class Outbox:
-    """Ends requests, and tells their callers what steps and aborts have decided.
-
-    Args:
-        scheduler: has the queues that a request leaves at its end.
-        stats: counts ends, and callbacks that raise.
-
-    Attributes:
-        requests: by id, in order of arrival, the requests whose end is not told yet.
-    """
+    """Ends requests, and tells their callers what steps and aborts have decided. `requests` are, by
+    id and in order of arrival, those whose end is not told yet."""
 
     def __init__(self, scheduler: Scheduler, stats: Stats):
         self._scheduler, self._stats = scheduler, stats

@@ -12,14 +12,9 @@ from mtpc.errors import CapacityError
 
 
 class FreeList:
-    """Hands out the request slots `first`..`first + count - 1`, and takes them back.
-
-    The slot that was returned last is handed out first. At the start, that is the lowest slot.
-
-    Args:
-        first: the lowest slot. Lower slots are reserved.
-        count: number of slots.
-    """
+    """Hands out the request slots `first`..`first + count - 1`, and takes them back. Lower ones are
+    reserved. The slot that was returned last is handed out first. At the start, that is the lowest
+    slot."""
 
     def __init__(self, first: int, count: int):
         self._first, self.count = first, count
@@ -64,10 +59,7 @@ class PagePool:
     *idle*: it keeps its content until a request shares it again, or until the pool evicts it
     because no empty page is left. The pool first evicts the page that has been idle longest.
 
-    Args:
-        first: the lowest page. Lower pages are reserved.
-        count: number of pages.
-        num_snapshots: number of snapshots that the index can attach to pages.
+    Pages below `first` are reserved.
     """
 
     def __init__(self, first: int, count: int, num_snapshots: int = 0):
@@ -134,11 +126,8 @@ class PagePool:
             self._users[page] += 1
 
     def give_back(self, pages: list[int]) -> None:
-        """Remove one user from each page.
-
-        Args:
-            pages: a request's pages in sequence order. Of those that become idle, the last page
-                is evicted first.
+        """Remove one user from each page. They come in sequence order: of those that become idle,
+        the last page is evicted first.
 
         Raises:
             CapacityError: a page is not taken, which is a bug of the caller.

@@ -39,13 +39,8 @@ tokens of a prompt, which open the answer, in another way when the answer is par
 
 @dataclass(frozen=True)
 class Block:
-    """What identifies a full page.
-
-    Attributes:
-        parent: number of the block before it; ROOT at the beginning of a text.
-        tokens: what identifies the page's tokens.
-        following: the same of the `lookahead` tokens after the page.
-    """
+    """What identifies a full page: the number of the block before it (ROOT at the beginning of a
+    text), what identifies its tokens, and the same of the `lookahead` tokens after it."""
 
     parent: int
     tokens: tuple[Key, ...]
@@ -53,13 +48,8 @@ class Block:
 
 
 class Match(NamedTuple):
-    """What is known of the beginning of a request's tokens.
-
-    Attributes:
-        pages: known pages, in sequence order.
-        number: of the last block in `pages`; ROOT if there is none.
-        num_stored: how many blocks behind them files hold.
-    """
+    """What is known of the beginning of a request's tokens: pages in sequence order, the number of
+    the last block in them (ROOT if there is none), and how many blocks behind them files hold."""
 
     pages: list[int]
     number: int
@@ -72,12 +62,7 @@ class SnapshotIndex:
     A snapshot is free, or held by a request that took it, or attached to a page. Where none is
     free, the attached one that was used longest ago is evicted.
 
-    Args:
-        count: number of snapshots.
-
-    Attributes:
-        num_evicted: number of snapshots that were evicted.
-        keep: called with the page and the snapshot that is about to be evicted.
+    `keep` is called with the page and the snapshot that is about to be evicted.
     """
 
     def __init__(self, count: int):
@@ -134,15 +119,8 @@ class SnapshotIndex:
 
 
 class PrefixIndex:
-    """A table of blocks and the pages that hold them.
-
-    Args:
-        num_snapshots: number of snapshots that can be attached to these pages.
-
-    Attributes:
-        snapshots: which page has which snapshot.
-        keep: called with the page that is about to be evicted.
-    """
+    """A table of blocks and the pages that hold them. `snapshots` says which page has which
+    snapshot; `keep` is called with the page that is about to be evicted."""
 
     def __init__(self, num_snapshots: int = 0) -> None:
         self.snapshots = SnapshotIndex(num_snapshots)
@@ -164,15 +142,11 @@ class PrefixIndex:
         return self._entries.get(block)
 
     def add(self, block: Block, page: int, digest: bytes = b"") -> int:
-        """Record that a page holds a block, and return the block's number.
+        """Record that a page holds a block, which `digest` identifies in files, and return its
+        number.
 
         If another page already holds the block, the table keeps that page. Both have the same
         content.
-
-        Args:
-            block: what identifies it here.
-            page: where it is.
-            digest: what identifies it in files, if there are any.
         """
         entry = self._entries.get(block)
         if entry is None:
@@ -203,13 +177,9 @@ class PrefixIndex:
 class PrefixCache:
     """Finds pages that a request can reuse, and adds its own pages to the index.
 
-    Args:
-        index: the page pool's index.
-        page_size: tokens per page.
-        lookahead: number of tokens after a page on which its content depends.
-        distance: tokens from one snapshot of a prompt to the next; 0 if all of a request's past is
-            in pages.
-        offload: files with more pages and snapshots, or None. They get what is evicted.
+    A page's content depends on `lookahead` tokens after it. `distance` is tokens from one snapshot
+    of a prompt to the next; 0 if all of a request's past is in pages. Files with more pages and
+    snapshots, if there are any, get what is evicted.
     """
 
     def __init__(
@@ -227,12 +197,10 @@ class PrefixCache:
             index.keep, index.snapshots.keep = self._keep_page, self._keep_state
 
     def match(self, request: Request) -> Match:
-        """Find the known pages that hold the beginning of a request's tokens.
+        """Find the known pages that hold the beginning of a request's tokens. The last page has a
+        snapshot if the request needs one.
 
         At least one token is left to prefill, because the request needs its logits.
-
-        Returns:
-            The pages. The last one has a snapshot if the request needs one.
         """
         known = self._known(request)
         while known and self.distance and known[-1][0] not in self.index.snapshots:
@@ -261,15 +229,9 @@ class PrefixCache:
         return _match(known[:end], max(end - len(known), 0))
 
     def load(self, request: Request, found: Match) -> bool:
-        """Settle which snapshot a request begins with, and fill its pages and slot from files.
-
-        Args:
-            request: has its pages and its slot.
-            found: of `match_files`, a moment ago.
-
-        Returns:
-            Whether all could be read. If not, files will have less for the same request.
-        """
+        """Settle which snapshot a request begins with, and fill its pages and slot from files, as
+        `match_files` has found them a moment ago. If not all can be read, this returns False, and
+        files will have less for the same request."""
         first, snapshots = len(found.pages), self.index.snapshots
         end, request.restored = first + found.num_stored, None
         needs_state = bool(self.distance and end)
@@ -321,15 +283,8 @@ class PrefixCache:
         return min(regular, last) if past < last else None
 
     def coming(self, other: Request, request: Request) -> int:
-        """How much of a request's beginning the prefill of another one is about to make reusable.
-
-        Args:
-            other: a running request.
-            request: a waiting request.
-
-        Returns:
-            A number of tokens; 0 if `other` has made them reusable already, or never will.
-        """
+        """How many tokens of a waiting request's beginning the prefill of a running one is about to
+        make reusable; 0 if it has made them reusable already, or never will."""
         done = other.num_indexed * self.page_size
         if self._reusable(other.num_input) < done + self.page_size:
             return 0  # As a rule it decodes; no tokens need to be compared.

@@ -36,12 +36,8 @@ class PromptImages:
     delta: int
 
     def check(self, length: int, form: Tensor, grids: int) -> None:
-        """Check that these are images of a prompt.
-
-        Args:
-            length: tokens of the prompt.
-            form: has the width and the dtype of `embeds`.
-            grids: coordinates of a position; 0 if images have positions like text.
+        """Check that these are images of a prompt of `length` tokens, with embeddings like `form`
+        and `grids` coordinates of a position: 0 if images have positions like text.
 
         Raises:
             RequestError: the parts do not fit together, or not the prompt or the model.
@@ -72,13 +68,8 @@ class PromptImages:
         return keys
 
     def take(self, ids: Sequence[int], begin: int, first_id: int) -> tuple[list[int], Tensor]:
-        """Ids that name rows in place of image tokens, and these rows.
-
-        Args:
-            ids: tokens of the text.
-            begin: the place of the first of them in the text.
-            first_id: the id of the first row.
-        """
+        """Ids from `first_id` on that name rows in place of image tokens, and these rows. The first
+        of `ids` is token `begin` of the text."""
         named, rows = list(ids), 0
         skipped = sum(max(0, min(last, begin) - first) for first, last in self.spans)
         for first, last in self.spans:

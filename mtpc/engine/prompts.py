@@ -120,10 +120,8 @@ def sampling_each(
 ) -> list[SamplingParams]:
     """The sampling parameters of each of `count` prompts.
 
-    Args:
-        sampling: parameters for all prompts, or one for each; None is greedy.
-        params: fields of `SamplingParams` for all prompts, instead of `sampling`.
-        count: number of prompts.
+    `sampling` is for all prompts, or has one for each; None is greedy. `params` are fields of
+    `SamplingParams` for all prompts, instead of it.
 
     Raises:
         RequestError: a name in `params` is unknown; both `sampling` and `params` are given;

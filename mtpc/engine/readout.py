@@ -42,12 +42,8 @@ class Moment:
 
 
 class DeviceMoment(Moment):
-    """An event on a GPU's current stream. The GPU may differ from the thread's current device.
-
-    Args:
-        device: the GPU.
-        sleeps: whether a wait gives the processor away, and wakes up some 50 us late.
-    """
+    """An event on a GPU's current stream, which may differ from the thread's current device. Where
+    it `sleeps`, a wait gives the processor away, and wakes up some 50 us late."""
 
     def __init__(self, device: torch.device, sleeps: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=sleeps)
@@ -64,16 +60,8 @@ class DeviceMoment(Moment):
 
 
 class Readout:
-    """Launches a step, and holds its results until `read` is called.
-
-    Args:
-        program: the program of the step.
-        key: the step.
-
-    Attributes:
-        begin: the moment before the replay.
-        end: the moment after the replay.
-    """
+    """Launches a step, and holds its results until `read` is called. `begin` and `end` are the
+    moments before and after the replay."""
 
     def __init__(self, program: Program, key: StepKey):
         step = program.steps[key]
@@ -102,15 +90,11 @@ class Readout:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the engine has launched and not yet read.
+    """A step that the engine has launched and not yet read; the host took `launch_s` seconds for
+    that.
 
-    Attributes:
-        turn: the requests of the step.
-        key: the captured step.
-        emitting: the requests that may emit tokens in this step, each with its largest number of
-            tokens. The step's other requests have prompt tokens left to prefill.
-        readout: the step's results.
-        launch_s: seconds that the host took to launch the step.
+    `emitting` has the requests that may emit tokens in this step, each with its largest number of
+    tokens. The step's other requests have prompt tokens left to prefill.
     """
 
     turn: Turn

@@ -65,17 +65,9 @@ def write_chunks(
     counts: Sequence[int],
     vocab_size: int,
 ) -> None:
-    """Pack the next tokens of prompts into a prefill step, and count them as prefilled.
-
-    Args:
-        program: the program of the step.
-        key: the prefill step.
-        num_decoding: number of decoding requests. Their rows come first, and the device has their
-            tokens.
-        requests: the requests with a prompt chunk, in the order of their rows.
-        counts: tokens of each chunk.
-        vocab_size: ids from here on name rows of images.
-    """
+    """Pack the next tokens of prompts into a prefill step, and count them as prefilled. Decoding
+    requests' rows come first, and the device has their tokens. Ids from `vocab_size` on name rows
+    of images."""
     buffers, write = program.steps[key].buffers, program.write
     is_decoding = [int(row < num_decoding) for row in range(key.bucket.num_reqs)]
     packed, following, embeds = list[int](), [-1] * num_decoding, list[Tensor]()

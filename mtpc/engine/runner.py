@@ -37,19 +37,8 @@ if TYPE_CHECKING:
 class StepRunner:
     """Runs the steps of an engine.
 
-    Args:
-        program: the captured steps.
-        options: the options that the program was compiled with.
-        vocab_size: number of ids in the vocabulary.
-        states: the memory of snapshots.
-        scheduler: chooses the requests of each step.
-        outbox: tells requests what steps decided.
-        stats: counts steps.
-
-    Attributes:
-        tiers: chooses K for each decode step, if the program has steps for several K.
-        budgets: chooses K and the rows of each decode step, if the program has a budget of rows.
-        states: the memory of snapshots.
+    If the program has steps for several K, `tiers` chooses K for each decode step. If it has a
+    budget of rows, `budgets` chooses K and the rows.
     """
 
     def __init__(

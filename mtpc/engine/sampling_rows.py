@@ -112,17 +112,8 @@ def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 def read_logprobs(
     buffers: Mapping[str, Tensor], row: int, emitted: list[int], request: Request
 ) -> list[TokenLogprobs] | None:
-    """The log-probabilities of the tokens that a step emitted in a row.
-
-    Args:
-        buffers: the step's results by buffer name.
-        row: the request's row.
-        emitted: ids of the emitted tokens.
-        request: the request.
-
-    Returns:
-        One entry per token, or None if the request did not ask for log-probabilities.
-    """
+    """The log-probabilities of the tokens that a step emitted in a row, one entry per token; None
+    if the request did not ask for them."""
     wanted = request.sampling.logprobs
     if wanted is None:
         return None

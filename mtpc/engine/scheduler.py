@@ -47,14 +47,12 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Turn:
-    """One step to run.
+    """One step to run. All requests are in order of arrival.
 
     Attributes:
-        decoding: the requests that decode in this step, in order of arrival.
         placed: requests that got a slot since the last turn. Their rows must be written.
         grown: requests that got pages, each with the index of its first new page.
-        prompts: the requests whose prompts share the chunk, in order of arrival. Empty for a decode
-            step.
+        prompts: the requests whose prompts share the chunk; none in a decode step.
         chunks: number of tokens for each of `prompts`.
     """
 
@@ -93,8 +91,6 @@ class Scheduler:
     """The queues of an engine, and the slots and pages of its requests.
 
     Args:
-        slots: rows of the state buffers.
-        pages: the KV page pool.
         prefixes: finds pages with a known content; None turns prefix reuse off.
         pages_for: given a number of committed tokens, the pages that a request with them needs for
             its next step.
@@ -150,11 +146,8 @@ class Scheduler:
         return turn
 
     def restart(self, requests: Iterable[Request]) -> None:
-        """Forget all slots, pages and queues, whatever state they are in.
-
-        Args:
-            requests: all unfinished requests, in order of arrival. They wait again.
-        """
+        """Forget all slots, pages and queues, whatever state they are in. All unfinished requests,
+        in order of arrival, wait again."""
         self.slots.reset()
         self.pages.reset()
         self.running.clear()
@@ -180,11 +173,8 @@ class Scheduler:
             self.prefixes.learn(request)
 
     def _prefill_turn(self, joining: Turn | None) -> Turn | None:
-        """A prefill turn with one chunk of the oldest unfinished prompts; None if there are none.
-
-        Args:
-            joining: a decode turn that becomes part of the prefill turn, or None.
-        """
+        """A prefill turn with one chunk of the oldest unfinished prompts, and with the requests of
+        the decode turn `joining`; None if there are no prompts."""
         room, rows = self.prefill.num_tokens, self.prefill.num_reqs
         decoding, grown = (joining.decoding, joining.grown) if joining else ([], [])
         if joining:

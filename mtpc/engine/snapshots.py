@@ -39,15 +39,8 @@ class SlotStates:
     A snapshot is one copy per buffer on the device's current stream, behind the steps that are
     launched already. No captured graph takes part.
 
-    Args:
-        program: the captured steps.
-        options: the options that the program was compiled with.
-
-    Attributes:
-        names: the buffers with such state. Without any, all of a request's past is in pages.
-        nbytes: bytes of one snapshot.
-        count: number of snapshots.
-        prefixes: finds what a request can reuse; None: nothing is reused.
+    `names` are the buffers with such state: without any, all of a request's past is in pages. One
+    snapshot has `nbytes` bytes, and `count` is their number.
     """
 
     def __init__(self, program: Program, options: Plan):
@@ -63,12 +56,8 @@ class SlotStates:
         program.snapshots += [snapshots for _, snapshots in self._pairs]
 
     def open_prefixes(self, index: PrefixIndex, fallbacks: Counter[str]) -> PrefixCache | None:
-        """Make the prefix cache; None if it is off or lacks memory for snapshots.
-
-        Args:
-            index: of the page pool.
-            fallbacks: counts the reason if reuse was asked for and is not possible.
-        """
+        """Make the prefix cache; None if it is off or, which `fallbacks` counts, lacks memory for
+        snapshots."""
         options = self._options
         if not options.prefix_caching:
             return None

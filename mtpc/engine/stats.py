@@ -50,12 +50,7 @@ class DecodeCounts:
 
 @dataclass(frozen=True)
 class DraftCounts:
-    """Counts of drafts by position, up to a moment or between two.
-
-    Attributes:
-        accepted: accepted drafts.
-        drafted: verified ones.
-    """
+    """Counts of accepted and verified drafts by position, up to a moment or between two."""
 
     accepted: list[int]
     drafted: list[int]
@@ -180,12 +175,7 @@ class Stats:
         self.accepted = self.accepted or [0] * self.spec_tokens
 
     def count_prefill(self, num_decoding: int, chunks: Sequence[int]) -> None:
-        """Record a prefill step.
-
-        Args:
-            num_decoding: decoding requests that shared the step.
-            chunks: tokens of each prompt in it.
-        """
+        """Record a prefill step of prompts' chunks, and of requests that decoded in it."""
         self.prefill_steps += 1
         self.joined += DecodeCounts(steps=int(bool(num_decoding)))
         self.prefill_prompts += len(chunks)
@@ -194,16 +184,9 @@ class Stats:
     def count_acceptance(
         self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool = False
     ) -> None:
-        """Record that one request decoded in a step.
-
-        If a stop cut the output short, only the emitted drafts count.
-
-        Args:
-            num_drafted: drafts verified.
-            num_accepted: drafts accepted.
-            num_emitted: tokens emitted.
-            joined: whether the step was a prefill step.
-        """
+        """Record that one request decoded in a step, a prefill step if `joined`: the drafts
+        verified and accepted, and the tokens emitted. If a stop cut the output short, only the
+        emitted drafts count."""
         self.request_steps += 1
         self.decoded_tokens += num_emitted
         was_cut = num_emitted <= num_accepted

@@ -47,13 +47,8 @@ def assemble(
 ) -> Output:
     """Make a prompt's output from the engine's output of one step.
 
-    Args:
-        index: the prompt's index.
-        output: the engine's output.
-        text: turns the prompt's tokens into text, or None. If a stop string is complete, the
-            finish reason becomes "stop", and tokens that the same step emitted after it are left
-            out.
-        request: the prompt's request.
+    If `text`, which turns the tokens into text, completes a stop string, the finish reason becomes
+    "stop", and tokens that the same step emitted after it are left out.
     """
     ids, reason, logprobs = output.token_ids, output.finish_reason, output.logprobs
     piece, cached = None, request.num_cached or 0
@@ -111,14 +106,11 @@ def check_all(engine: Engine, requests: Sequence[Request]) -> None:
 def stream(
     engine: Engine, requests: Sequence[Request], texts: Sequence[TextAssembler | None]
 ) -> Generator[Output, None, None]:
-    """Serve requests. Step the engine whenever there is no output to yield.
+    """Serve requests. Step the engine whenever there is no output to yield. Other callers may add
+    to the engine and step it at the same time. Where a request has text, `texts` has the object
+    that makes it.
 
     If the iterator is closed or raises, the unfinished requests are aborted.
-
-    Args:
-        engine: the engine. Other callers may add to it and step it at the same time.
-        requests: requests that are not added yet.
-        texts: for each request, the object that makes its text, or None.
 
     Raises:
         NumericsError: the model produced non-finite logits.

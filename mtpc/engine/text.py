@@ -34,9 +34,6 @@ class Detokeniser:
     the additional text is the new piece. Tokens that give no text, such as special tokens or
     invalid bytes, wait in the window for at most `MAX_WAITS` further ones. This bounds the cost of
     a long text of such tokens.
-
-    Args:
-        decode: decodes any ids.
     """
 
     def __init__(self, decode: Decode):
@@ -80,16 +77,10 @@ class Detokeniser:
 
 
 class StopStrings:
-    """Cuts a text where one of several strings begins.
+    """Cuts a text where one of several strings begins; with `keeps`, where it ends. `found` says
+    whether one is complete. None of them is empty.
 
     The string that is complete first counts. If several end at the same place, the longest counts.
-
-    Args:
-        strings: the stop strings. None of them is empty.
-        keeps: whether to cut the text where the string ends instead.
-
-    Attributes:
-        found: whether a stop string is complete.
     """
 
     def __init__(self, strings: tuple[str, ...], keeps: bool = False):
@@ -97,12 +88,8 @@ class StopStrings:
         self.found = False
 
     def push(self, text: str, last: bool = False) -> str:
-        """Add text, and return the text that can no longer be part of a stop string.
-
-        Args:
-            text: the new text.
-            last: whether the text ends here. If so, nothing is held back.
-        """
+        """Add text, and return the text that can no longer be part of a stop string: all of it at
+        the last."""
         if self.found or not self._strings:
             return "" if self.found else text
         text = self._held + text
@@ -123,16 +110,8 @@ def overlap(text: str, string: str) -> int:
 
 
 class TextAssembler:
-    """Makes the text of one request, and ends it at a stop string.
-
-    Args:
-        decode: decodes any ids.
-        stop: strings that end the text.
-        keeps_stop: whether the text ends with the stop string instead of before it.
-
-    Attributes:
-        num_tokens: tokens so far, up to the one that completed a stop string.
-    """
+    """Makes the text of one request, and ends it before a stop string; with `keeps_stop`, after it.
+    `num_tokens` counts the tokens so far, up to the one that completed a stop string."""
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = (), keeps_stop: bool = False):
         self._detokeniser, self._stops = Detokeniser(decode), StopStrings(stop, keeps_stop)
@@ -144,12 +123,7 @@ class TextAssembler:
         return self._stops.found
 
     def push(self, token_ids: Sequence[int], last: bool = False) -> str:
-        """Add tokens, and return the new final text.
-
-        Args:
-            token_ids: the new tokens.
-            last: whether the text ends here. If so, nothing is held back.
-        """
+        """Add tokens, and return the new final text. At the last, nothing is held back."""
         pieces = []
         for token_id in token_ids:
             if self.is_stopped:
@@ -162,10 +136,7 @@ class TextAssembler:
 
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
-    """Check the argument `stop`, and return its strings as a tuple.
-
-    Args:
-        stop: a string, a sequence of strings, or None.
+    """Check the argument `stop`, a string, a sequence or None, and return its strings as a tuple.
 
     Raises:
         RequestError: `stop` is something else, or a string is empty.

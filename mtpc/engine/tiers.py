@@ -49,11 +49,7 @@ Costs = Mapping[Place, CellCosts]
 
 
 class TierPolicy:
-    """Chooses K for each decode step from measured costs and acceptance.
-
-    Args:
-        tiers: the K for which the program has steps; later in ascending order.
-        known: costs from earlier runs.
+    """Chooses K for each decode step from measured costs (`known`: of earlier runs) and acceptance.
 
     Attributes:
         current: the K that the policy prefers, which changed `switches` times.
@@ -230,13 +226,9 @@ class TierPolicy:
     def observe_drafts(
         self, drafts: Iterable[tuple[int, int]], each: Iterable[Acceptance] = ()
     ) -> None:
-        """Record which drafts a decode or prefill step accepted.
-
-        Args:
-            drafts: for each decoding request, the drafts verified (fewer than K after a step that
-                proposed fewer) and those accepted.
-            each: the counts of these requests so far, or none; this adds to them.
-        """
+        """Record which drafts a decode or prefill step accepted: for each decoding request, the
+        drafts verified (fewer than K after a step that proposed fewer) and those accepted. This
+        adds to the counts of these requests so far."""
         if len(self.tiers) == 1:
             return
         drafts, each = list(drafts), list(each)

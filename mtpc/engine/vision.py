@@ -51,14 +51,11 @@ def count_images(messages: Messages) -> int:
 def split_images(
     messages: Messages, most_pixels: int | None = None
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Messages whose images are bare marks, as chat templates take them; and the images.
+    """Messages whose images are bare marks, as chat templates take them; and the images. Without
+    `most_pixels` of all images together, only each one is bounded.
 
     A part of a content is text, `{"type": "image", "image": ...}` with a path, bytes or a Pillow
     image, or `{"type": "image_url", "image_url": {"url": ...}}` with a data URL.
-
-    Args:
-        messages: the conversation.
-        most_pixels: of all images together; None: only each one is bounded.
 
     Raises:
         RequestError: a message or an image is malformed.
@@ -104,13 +101,8 @@ def split_images(
 class Vision:
     """Turns images into what the engine takes. Nothing is loaded before the first image.
 
-    Any thread may call it. One prompt's images are embedded at a time.
-
-    Args:
-        served: the model, which has a directory.
-        dtype: of the embeddings: the model's.
-        device: where the tower runs.
-        stats: counts images.
+    Any thread may call it. One prompt's images are embedded at a time, on `device`, in the model's
+    dtype.
     """
 
     def __init__(
@@ -170,12 +162,8 @@ class Vision:
     def place(
         self, ids: Sequence[int], images: Sequence[Image], longest: int
     ) -> tuple[list[int], PromptImages]:
-        """A prompt with a token for each embedding of its images.
-
-        Args:
-            ids: tokens of the prompt, with one image token for each image.
-            images: in RGB, in the order of their tokens; at least one.
-            longest: the most tokens of the prompt.
+        """A prompt, of at most `longest` tokens, with a token for each embedding of its images.
+        `ids` has one image token for each image, in RGB and in this order; there is at least one.
 
         Raises:
             RequestError: there are more or fewer image tokens than images, an image is refused, or
