@@ -21,12 +21,8 @@ Root = str | fx.Node
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects of all nodes of a graph.
-
-    Attributes:
-        roots: node -> roots of the memory that its value is in.
-        writes: node -> roots of the memory that it mutates.
-    """
+    """Effects of all nodes of a graph: by node, `roots` of the memory that its value is in, and
+    roots of the memory that it `writes`."""
 
     roots: dict[fx.Node, frozenset[Root]]
     writes: dict[fx.Node, frozenset[Root]]

@@ -22,24 +22,14 @@ class _UnlikeError(Exception):
 
 
 class FakeCalls:
-    """The calls that have been run, by operator and form of the arguments.
-
-    Args:
-        mode: of the tensors.
-    """
+    """The calls that have been run, by operator and form of the arguments."""
 
     def __init__(self, mode: FakeTensorMode):
         self._mode = mode
         self._run: dict[Hashable, tuple[Any, Any]] = {}
 
     def value(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a call.
-
-        Args:
-            target: what is called.
-            args: arguments by position; tensors are fake.
-            kwargs: arguments by name.
-        """
+        """The result of a call, whose tensors are fake."""
         given, key = (args, kwargs), (target, form_of(args), form_of(kwargs))
         if key in self._run and torch.Tag.inplace_view not in getattr(target, "tags", ()):
             before, result = self._run[key]
@@ -53,10 +43,6 @@ class FakeCalls:
 
 class _Memory:
     """Maps tensors and memory of one call's arguments to those of a call of the same form.
-
-    Args:
-        old: arguments of a call.
-        new: arguments of the same form.
 
     Raises:
         _UnlikeError: the new ones do not share memory as the old ones do.

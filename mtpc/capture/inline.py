@@ -76,12 +76,8 @@ def add_attribute(
 
 
 class Inliner:
-    """Builds the flat graph.
-
-    Args:
-        source: StepGraph with `call_module` nodes.
-        buffer_names: tensor id -> layout name, for the state that pieces hold (`kv.*`).
-    """
+    """Builds the flat graph. `buffer_names` has layout names by tensor id, for the state that
+    pieces hold (`kv.*`)."""
 
     def __init__(self, source: StepGraph, buffer_names: Mapping[int, str]):
         self.source, self.buffer_names = source, buffer_names

@@ -46,10 +46,7 @@ class SplitStep:
 
 
 def split_step(graph: StepGraph) -> SplitStep:
-    """Cut a flat step graph in two.
-
-    Args:
-        graph: a decode or prefill step with K >= 1, after the passes; it does not change.
+    """Cut a flat step graph, a decode or prefill step with K >= 1 after the passes, in two.
 
     Raises:
         GraphError: the graph is not flat, makes no drafts, or makes copies.
@@ -164,14 +161,8 @@ def _nbytes(value: Any) -> float:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Builds the two graphs.
-
-    Attributes:
-        source: the whole step.
-        on_propose: its nodes of the propose side.
-        free: nodes that both sides may have.
-        names: crossing node -> name of the buffer that carries its value.
-    """
+    """Builds the two graphs: of the whole step, its nodes of the propose side, and those that both
+    may have. `names` has the buffer that carries each crossing node's value."""
 
     source: StepGraph
     on_propose: set[fx.Node]

@@ -29,11 +29,8 @@ _NOMINAL = 256
 
 
 class StepMode(FakeTensorMode):
-    """A fake mode of one step: it makes its buffers, and runs equal calls once.
-
-    Args:
-        layout: buffers of the step; `layout.open_sizes` are the symbols to leave open.
-    """
+    """A fake mode of one step: it makes its buffers, leaves their open sizes open, and runs equal
+    calls once."""
 
     def __init__(self, layout: Layout):
         self._env = ShapeEnv()

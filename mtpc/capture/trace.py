@@ -126,12 +126,8 @@ def _result(piece: Any, place: int) -> Tensor:
 def export_piece(
     module: nn.Module, example: Sequence[Tensor], symbolic: Sequence[set[int]] | None = None
 ) -> fx.GraphModule:
-    """Non-strict export, with some sizes of each argument symbolic.
-
-    Args:
-        module: the piece.
-        example: its arguments.
-        symbolic: for each argument, the dimensions with symbolic sizes; None: the first of each.
+    """Non-strict export, with some dimensions of each argument symbolic; the first where none are
+    named.
 
     The get_attr nodes of the result refer to the module's own tensors, which are named as in
     `module`, below "inner.".
@@ -179,16 +175,9 @@ def trace_step(
 ) -> StepGraph:
     """Trace one iteration of one bucket.
 
-    Args:
-        key: phase, bucket and K.
-        traces: the model's pieces.
-        layout: buffers of this bucket, with metadata sized as plain decoding needs it.
-        shared: module whose submodule `state` holds the shared state tensors.
-        weights: the program's weight table.
-
-    Returns:
-        A StepGraph whose pieces are `call_module` nodes. With K > 0 it is not valid yet: its
-        metadata buffers have one row per request until the pass `resize-metadata` has run.
+    The result's pieces are `call_module` nodes. With K > 0 it is not valid yet: its metadata
+    buffers have one row per request, as plain decoding needs, until the pass `resize-metadata` has
+    run. The submodule `state` of `shared` holds the shared state tensors.
     """
     buffers = nn.Module()
     buffers.add_module("state", shared.get_submodule("state"))

@@ -112,13 +112,8 @@ def accesses(
 
 @dataclass(frozen=True)
 class BufferGroup:
-    """Buffers that differ only in their layer.
-
-    Attributes:
-        label: their common name, such as `kv.0-1.k`.
-        names: the names of all buffers.
-        spec: the spec of the first buffer.
-    """
+    """Buffers that differ only in their layer, under a label such as `kv.0-1.k`, with the first
+    one's spec."""
 
     label: str
     names: tuple[str, ...]

@@ -46,7 +46,6 @@ class Variant:
     """One way to compile a checkpoint.
 
     Attributes:
-        spec_tokens: drafts per step, or "auto".
         draft: the option `draft`; "own" is the model's own MTP layers.
         passes: passes to enable in addition to the user's.
         without: passes that only other variants enable.
@@ -67,12 +66,9 @@ class Sample:
     """The measurements of one run of all prompts. Only decode steps count.
 
     Attributes:
-        ms_per_step: mean milliseconds per decode step.
         tokens_per_s: new tokens of all requests per second.
         tokens_per_step: mean new tokens of one request per step.
-        acceptance_rate: accepted drafts divided by verified drafts, or None.
         results: the continuation of each prompt.
-        replays_per_step: mean replays per decode step.
         host_us: mean microseconds between two replays.
     """
 

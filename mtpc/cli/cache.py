@@ -36,12 +36,9 @@ _PER_PROCESS = ("torch.",)
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of the cache, and its state.
+    """An entry of the cache, None if it is damaged, and its state.
 
     Attributes:
-        digest: the entry's name.
-        entry: the entry, or None if it is damaged.
-        fields: the entry's key.
         damage: what is wrong with the entry's files, or an empty string.
         stale: key fields whose value is another on this machine or with this version of mtpc.
     """

@@ -31,11 +31,8 @@ def verdict(certificate: Certificate) -> str:
 
 
 def check_certificate(entry: Entry) -> tuple[bool | None, str]:
-    """Prove an entry's certificate again.
-
-    Returns:
-        Whether the step is certified, None if its certificate does not hold; and a line on it.
-    """
+    """Prove an entry's certificate again. Returns whether the step is certified, None if its
+    certificate does not hold; and a line on it."""
     try:
         certificate = Certificate.decode(entry.read(CERTIFICATE))
         last = max(file for file in entry.files if file.startswith("graph."))

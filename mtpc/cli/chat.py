@@ -56,16 +56,8 @@ def command(args: argparse.Namespace) -> int:
 
 @dataclass
 class Chat:
-    """One conversation.
-
-    Attributes:
-        model: a compiled model.
-        template: makes the prompts.
-        sampling: how tokens are chosen.
-        max_new_tokens: the most tokens of an answer; None is what `max_len` and the pool leave.
-        system: the messages that begin it.
-        messages: all messages after these.
-    """
+    """One conversation: the messages that begin it (`system`), and all after these. An answer has
+    at most `max_new_tokens` tokens; None is what `max_len` and the pool leave."""
 
     model: mtpc.SpecModel
     template: ChatTemplate

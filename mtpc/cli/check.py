@@ -41,7 +41,6 @@ class Sample:
     Attributes:
         rules: rules that differ from those of the checkpoint's family.
         tokens_per_step: mean tokens per decode step of one request, the bonus token included.
-        drafts: counts of accepted and verified drafts.
         results: the continuation of each prompt.
         declared: `Drafting.declared`.
     """

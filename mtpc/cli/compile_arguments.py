@@ -75,16 +75,9 @@ def add_compile_options(
     ranks: bool = False,
     **defaults: object,
 ) -> None:
-    """Add the options of `mtpc.compile`, by groups.
-
-    Args:
-        parser: the command's parser.
-        cache: whether to add those of the graph cache.
-        threads: whether to add `--threads`.
-        several_k: whether `--spec-tokens` accepts a list.
-        ranks: whether the command runs on several ranks.
-        **defaults: default values to show in the help for options whose default differs here.
-    """
+    """Add the options of `mtpc.compile`, by groups: with `cache` those of the graph cache, with
+    `ranks` those of several ranks, with `several_k` a `--spec-tokens` that accepts a list.
+    `defaults` are shown in the help for options whose default differs here."""
     for group in GROUPS:
         for name, said in declared(CompileOptions):
             is_added = ranks if name == _RANKS else cache or group != _CACHE

@@ -38,14 +38,10 @@ RANGES: dict[str, tuple[Version, Version | None]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the table.
+    """One row of the table: a checked item, what was found, and how to get what is missing.
 
-    Attributes:
-        what: the name of the checked item.
-        status: "ok"; "optional" if it is missing but not needed; "wrong" if mtpc cannot run until
-            it is fixed.
-        found: what the check found.
-        advice: how to get what is missing, or an empty string.
+    Its status is "ok"; "optional" if it is missing but not needed; "wrong" if mtpc cannot run until
+    it is fixed.
     """
 
     what: str

@@ -28,12 +28,8 @@ KIND_COLOURS = {"state": "#a85b00", "batch": "#0b6b61", "kv": "#b3205e", "cross"
 
 
 def draw(graph: StepGraph, caption: str) -> str:
-    """Draw one step as an SVG document.
-
-    Args:
-        graph: the step, before, between or after passes.
-        caption: a line of text under the title.
-    """
+    """Draw one step, before, between or after passes, as an SVG document with a caption under the
+    title."""
     boxes, y = condense(graph), TITLE
     style = {"xmlns": "http://www.w3.org/2000/svg", "font-family": SANS, "font-size": "11"}
     root = Element("svg", style)

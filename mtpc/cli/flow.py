@@ -25,13 +25,9 @@ class Box:
     """One execution of a piece.
 
     Attributes:
-        piece: the piece's name.
         band: "verify", "propose" or "advance".
-        title: the box's title in the drawing.
-        num_nodes: the number of operations.
         weights: names of the weights that the box uses.
-        reads: buffers that the box reads.
-        writes: buffers that the box writes.
+        reads: buffers that the box reads; `writes`: that it writes.
         data: temporaries that an earlier box computes and this one uses: the index of that box, and
             a label.
     """

@@ -28,15 +28,8 @@ def print_graph(
     backend: str,
     drafter: Mapping[str, str],
 ) -> None:
-    """Print all tables.
-
-    Args:
-        graph: the step.
-        layouts: its buffers in each bucket.
-        nodes: whether to print every node, too.
-        backend: whom it is for: the name of the backend, and of several ranks one.
-        drafter: `Drafting.declared`.
-    """
+    """Print all tables of a step, and with `nodes` every node. `layouts` are its buffers in each
+    bucket, and `backend` names the backend, and of several ranks one."""
     title = f"{graph.key} {position(graph)}: {graph.num_nodes} nodes, for backend {backend}"
     say(title, style="bold")
     if nodes:

@@ -32,15 +32,11 @@ def run() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: arguments without the program's name; None means the process's own.
+    """Run the command line. None means the process's own arguments.
 
     Returns:
-        The exit code: 0 for success, 1 for a negative result (`doctor`, `check`, `cache verify`
-        and `cache why`), 2 for an error, 130 for Ctrl-C, 143 for SIGTERM, 141 for a closed output
-        pipe.
+        The exit code: 0 for success, 1 for a negative result (`doctor`, `check`, `cache verify` and
+        `cache why`), 2 for an error, 130 for Ctrl-C, 143 for SIGTERM, 141 for a closed output pipe.
     """
     # '?' for a character that the terminal cannot encode, instead of an error.
     for stream in (sys.stdout, sys.stderr):

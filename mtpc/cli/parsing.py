@@ -132,13 +132,8 @@ def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
 def parser_of(
     kind: Callable[[str], Any], wanted: str, fits: Callable[[Any], bool] = lambda value: True
 ) -> Callable[[str], Any]:
-    """What parses the text of an argument.
-
-    Args:
-        kind: makes the value, or raises ValueError.
-        wanted: what is expected, for the error.
-        fits: whether a value is allowed.
-    """
+    """What parses the text of an argument: `kind` makes the value, or raises ValueError; `fits`
+    says whether it is allowed. The error says what was wanted."""
 
     def parse(text: str) -> Any:
         try:

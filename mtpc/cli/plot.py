@@ -30,13 +30,8 @@ def check_plot(path: Path) -> None:
 def draw_plot(
     names: Sequence[str], rows: Sequence[Mapping[str, Any]], title: str, path: Path
 ) -> None:
-    """Write the picture.
-
-    Args:
-        names: what the picture calls the variants.
-        rows: what `mtpc bench` measured of them; speeds are shown over that of the first.
-        title: stands above the picture.
-        path: a PNG or SVG file.
+    """Write the picture, a PNG or SVG file. `rows` are what `mtpc bench` measured of each variant;
+    speeds are shown over that of the first.
 
     Raises:
         OptionError: the file cannot be written.

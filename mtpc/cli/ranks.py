@@ -44,12 +44,8 @@ _HOST = "127.0.0.1"
 
 @contextmanager
 def ranks_of(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[None]:
-    """If the command has several ranks, make this process one of them within the block.
-
-    Args:
-        args: the parsed command line. Under torchrun, `tensor_parallel_size` becomes the number of
-            its processes.
-        argv: the command line as the user wrote it.
+    """If the command has several ranks, make this process one of them within the block. Under
+    torchrun, `tensor_parallel_size` becomes the number of its processes.
 
     Raises:
         RankError: another rank has ended.
@@ -113,10 +109,8 @@ def is_other() -> bool:
 
 
 def follow(model: mtpc.SpecModel) -> bool:
-    """In a rank other than 0, run what rank 0 runs until it closes its model.
-
-    Returns:
-        Whether this is such a rank.
+    """In a rank other than 0, run what rank 0 runs until it closes its model. Returns whether this
+    is such a rank.
 
     Raises:
         RankError: rank 0, or another rank, has ended.
@@ -251,15 +245,8 @@ def _ready(rank: int) -> str:
 
 
 def work(parent: str, port: str, size: str, rank: str, *argv: str) -> None:
-    """The whole life of a child.
-
-    Args:
-        parent: process id of rank 0.
-        port: where rank 0's store listens.
-        size: number of ranks.
-        rank: of this process.
-        *argv: the command line.
-    """
+    """The whole life of a child of the process `parent`, with the command line `argv`. Rank 0's
+    store listens at `port`."""
     end_with_parent()
     if os.getppid() != int(parent):  # It ended before the system was told to watch it.
         sys.exit(1)

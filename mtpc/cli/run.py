@@ -139,12 +139,8 @@ def check_tokenizer(
     prompts: Sequence[Prompt],
     advice: str = 'give prompts as token ids: --ids "1 2 3"',
 ) -> None:
-    """Check that text prompts have a tokenizer, before a compilation that takes minutes.
-
-    Args:
-        checkpoint: a directory, a GGUF file, or an id of the Hugging Face hub.
-        prompts: texts and token ids.
-        advice: ends the error.
+    """Check that text prompts have a tokenizer, before a compilation that takes minutes. `advice`
+    ends the error.
 
     Raises:
         RequestError: a prompt is text, and the checkpoint has no tokenizer.

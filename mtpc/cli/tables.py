@@ -32,14 +32,8 @@ def print_table(
     rows: Iterable[Sequence[object]],
     total: Sequence[object] | None = None,
 ) -> None:
-    """Print a table. Columns that hold only numbers and quantities are aligned on the right.
-
-    Args:
-        title: the text above the table.
-        columns: the headings.
-        rows: rows with one cell per column.
-        total: a last row, separated from the others, or None.
-    """
+    """Print a table under a title, with a last row `total` if there is one. Columns that hold only
+    numbers and quantities are aligned on the right."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -20,13 +20,10 @@ class Outcome:
     """The answers of one engine to a task.
 
     Attributes:
-        engine: the engine's name.
         spec_tokens: K; None for transformers.
-        texts: the answer to each question.
         scores: the score of each question; for a task of a file, 1 for a right answer and 0 else.
         seconds: time for all answers, without compilation.
-        accepted: accepted drafts by position.
-        drafted: verified drafts by position.
+        accepted: accepted drafts by position; `drafted`: verified ones.
         more: the harness's own results by task.
     """
 
@@ -74,18 +71,14 @@ class Row:
     """An outcome, compared with the first one.
 
     Attributes:
-        engine: the engine's name.
         spec_tokens: K; None for transformers.
-        questions: number of questions.
         score: mean score; for a task of a file, the share of right answers.
-        gained: number of questions with a higher score than in the first row.
-        lost: number of questions with a lower score.
+        gained: number of questions with a higher score than in the first row; `lost`: with a lower.
         difference: mean score minus that of the first row.
         difference_error: standard error of `difference`, from the differences by question.
         texts_changed: number of texts that differ from the first row's.
-        texts_changed_from_plain: number of texts that differ from those of the same engine at
-            K = 0; None if that was not run.
-        acceptance_by_position: accepted drafts divided by verified ones.
+        texts_changed_from_plain: number of texts that differ from those of the same engine at K =
+            0; None if that was not run.
         seconds: time for all answers, without compilation.
     """
 

@@ -23,19 +23,8 @@ from mtpc.weights.served_model import ServedModel
 
 
 class MtpcEngine:
-    """mtpc on one backend, with one K.
-
-    Args:
-        checkpoint: its directory.
-        listener: receives the progress of compilation.
-        **options: options of `mtpc.compile`, with `backend` and `spec_tokens`.
-
-    Attributes:
-        name: "mtpc" and the backend.
-        spec_tokens: K; None for transformers.
-        served: tokenizer and end-of-sequence ids.
-        max_len: the most tokens of a prompt and its text.
-    """
+    """mtpc on one backend, with one K: of `options` of `mtpc.compile`. A prompt and its text have
+    at most `max_len` tokens."""
 
     def __init__(self, checkpoint: Path, listener: Listener, **options: Any):
         self.model = mtpc.compile(checkpoint, progress=listener, **options)
@@ -46,13 +35,8 @@ class MtpcEngine:
     def answer(
         self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
     ) -> list[str]:
-        """Continue each prompt. The engine batches the prompts.
-
-        Args:
-            prompts: token ids.
-            limits: the most new tokens of each text.
-            stops: for each text, strings that end it; the text ends before the string.
-        """
+        """Continue each prompt of token ids, up to its limit of new tokens or before one of its
+        stop strings. The engine batches the prompts."""
         engine, served = self.model.engine, self.served
         requests = [
             Request(-1, prompt, limit, served.stop_ids)
@@ -75,12 +59,8 @@ class MtpcEngine:
 class TransformersEngine:
     """transformers' eager code on dequantised weights, one prompt at a time.
 
-    It has the attributes of `MtpcEngine`.
-
-    Args:
-        checkpoint: its directory.
-        dtype: name of the weights' dtype; None keeps the checkpoint's.
-        max_len: the most tokens of a prompt and its text; None is the default of `mtpc.compile`.
+    It has the attributes of `MtpcEngine`; its K is None. Without a `dtype`, weights keep the
+    checkpoint's.
     """
 
     name: str = "transformers, eager"

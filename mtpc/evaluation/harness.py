@@ -20,11 +20,7 @@ DEFAULT_NEW_TOKENS = 256
 
 
 class HarnessModel(TemplateLM):
-    """An engine as a model of the harness.
-
-    Args:
-        engine: answers and scores.
-    """
+    """An engine, which answers and scores, as a model of the harness."""
 
     def __init__(self, engine: AnsweringEngine):
         super().__init__()

@@ -20,13 +20,8 @@ FIELDS = ("prompt", "messages", "answer", "stop", "id")
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a task.
-
-    Attributes:
-        prompt: text, or the messages of a conversation.
-        answers: the right answers.
-        stop: strings that end the text.
-    """
+    """One line of a task: text or a conversation, the right answers, and strings that end the
+    text."""
 
     prompt: str | list[dict[str, Any]]
     answers: tuple[str, ...]
@@ -38,11 +33,7 @@ class Question:
 
 
 def read_task(path: Path, limit: int | None = None) -> list[Question]:
-    """Read the questions of a file.
-
-    Args:
-        path: the file.
-        limit: read only the first `limit` questions.
+    """Read the questions of a file. With `limit`, only so many.
 
     Raises:
         OptionError: the file cannot be read or has no question, or a line (named by its number) is

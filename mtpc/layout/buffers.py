@@ -56,15 +56,13 @@ def text_of(dim: Dim) -> Size:
 
 
 def ring_pages(window: int) -> sympy.Expr:
-    """Pages of one request's ring in a layer that attends to its last `window` positions.
+    """Pages of one request's ring in a layer that attends to its last `window` positions. The
+    window counts a row's own position.
 
     Position p is stored at p modulo the ring's length. Rows that are needed at the same time must
     not share a place. These are the up to C rows that a step writes, and the window - 1 rows before
     the first of them. Drafts of the previous step lie within this step's rows (docs/design.md). A
     ring is never longer than a request's pages.
-
-    Args:
-        window: positions that a row attends to, its own included.
     """
     return sympy.Min(M, sympy.ceiling((window - 1 + C) / P))
 
@@ -105,12 +103,8 @@ def chain_specs(
     window: int, features: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[BufferSpec, ...]:
     """What true chaining keeps by request slot: the last rows, which the next step computes again.
-
-    Args:
-        window: number of rows: one less than the number of MTP layers that are used.
-        features: shape of a row of the target's features.
-        dtype: of the features.
-    """
+    `window` is one less than the number of MTP layers that are used, and `features` the shape of a
+    row of the target's features."""
     if window < 1:
         return ()
     meaning = "with several MTP layers: what they keep of the last rows"
@@ -127,9 +121,7 @@ def batch_specs(key: StepKey, packs_drafts: bool = False) -> tuple[BufferSpec, .
 
     The pass `resize-metadata` grows what a multi-token step needs to num_reqs * query_len.
 
-    Args:
-        key: of the step.
-        packs_drafts: whether decode steps have rows for those drafts alone that exist.
+    With `packs_drafts`, decode steps have rows for those drafts alone that exist.
     """
     common = (
         _batch("state_indices", (R,), torch.int64, SCRATCH_SLOT, HOST,
@@ -199,11 +191,8 @@ def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tup
     buffer has 2C rows: a prefill step has at most C token rows, and the next token of each request.
     The id V + 2C + j names row j of `chain_embeds`, which the step before left in the request slot.
 
-    Args:
-        hidden: width of an embedding.
-        grids: see `ModelFamily.position_grids`. With one grid, positions are those of text.
-        window: rows that true chaining keeps, see `chain_specs`.
-        dtype: of embeddings.
+    For `grids` see `ModelFamily.position_grids`: with one, positions are those of text. For
+    `window` see `chain_specs`.
     """
     specs = [
         BufferSpec(PROMPT_EMBEDS, (2 * C, hidden), dtype, 0, HOST,
@@ -228,11 +217,7 @@ def image_specs(hidden: int, grids: int, window: int, dtype: torch.dtype) -> tup
 
 
 def copy_specs(beside: bool) -> tuple[BufferSpec, ...]:
-    """What drafts that are copies of a request's own text add.
-
-    Args:
-        beside: whether another drafter drafts where copies do not.
-    """
+    """What drafts that are copies of a request's own text add, alone or beside another drafter."""
     moved = HOST + PROPOSE
     counts = (
         _state("copy_counts", (S, NUM_SOURCES, 2), torch.int32, 0,
@@ -281,12 +266,8 @@ def synthetic_specs() -> tuple[BufferSpec, ...]:
 
 
 def sampling_specs(key: StepKey, token_mask: bool) -> tuple[BufferSpec, ...]:
-    """What sampling adds; the rows by request slot are described in `ops.sampling`.
-
-    Args:
-        key: of the step.
-        token_mask: whether the host may mask tokens for each row of logits and for each draft.
-    """
+    """What sampling adds; the rows by request slot are described in `ops.sampling`. With
+    `token_mask`, the host may mask tokens for each row of logits and for each draft."""
     specs = (
         _state("sampling_floats", (S, len(FLOATS)), torch.float64, 0,
                "with sampling: the columns `mtpc.sampling_params.FLOATS`. Written at join"),

@@ -77,13 +77,9 @@ def _of_this_process() -> AbstractContextManager[Tell]:
 
 
 def stage_listener(tell: Tell, verbose: bool = False) -> Listener:
-    """A listener that shows a compilation's progress.
-
-    Args:
-        tell: shows it.
-        verbose: show a line `i/n stage step` for each stage of each step, and every `Detail`. By
-            default there is one line for compiling, with a bar, and one for loading.
-    """
+    """A listener that shows a compilation's progress: a line for compiling, with a bar, and one for
+    loading. If verbose, it shows a line `i/n stage step` for each stage of each step, and every
+    `Detail`."""
     if verbose:
         return _verbose_listener(tell)
     compiling = ""

@@ -50,13 +50,8 @@ class StepKey:
 
     @classmethod
     def decode(cls, num_reqs: int, spec_tokens: int, budget: int | None = None) -> StepKey:
-        """A decode step.
-
-        Args:
-            num_reqs: R.
-            spec_tokens: K.
-            budget: rows a request, on average; None: K + 1. With K + 1 each request has these.
-        """
+        """A decode step of R requests with K drafts, and `budget` rows a request, on average. None
+        is K + 1, which each request has."""
         return cls("decode", Bucket(num_reqs, budget or spec_tokens + 1), spec_tokens)
 
     @classmethod

@@ -44,11 +44,7 @@ def is_size_text(value: object) -> bool:
 
 
 def size_of(size: Size, sizes: Mapping[str, int]) -> int:
-    """The number of a size.
-
-    Args:
-        size: a number, or text.
-        sizes: the open sizes.
+    """The number of a size, which may be text in the open sizes.
 
     Raises:
         CacheError: the text is not a size.

@@ -38,15 +38,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class PassRecord:
-    """What one pass did.
-
-    Attributes:
-        name: of the pass.
-        rewrites: number of rewrites.
-        seconds: how long it took.
-        nodes_before: operations in the graph before it.
-        nodes_after: operations in the graph after it.
-    """
+    """What one pass did, in so many seconds; nodes are operations in the graph."""
 
     name: str
     rewrites: int

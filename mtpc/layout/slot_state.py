@@ -26,15 +26,11 @@ def slot_state(layout: Layout) -> tuple[str, ...]:
 
 
 def rows_of_slot(name: str, num_rows: int, num_slots: int) -> int:
-    """The number n of a buffer's rows that belong to one request slot.
+    """The number n of a buffer's rows that belong to one request slot; `num_slots` counts the
+    scratch slot.
 
     Row 0 is scratch. Request slot s has the rows from 1 + (s - 1) n on, as `caches.RingKV` says.
     With n = 1, request slot s has row s.
-
-    Args:
-        name: name of the buffer.
-        num_rows: rows of the buffer.
-        num_slots: request slots, the scratch slot included.
 
     Raises:
         GraphError: the rows are not those of request slots.

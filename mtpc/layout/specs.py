@@ -111,13 +111,8 @@ class BufferSpec:
 
 
 class Layout(Mapping[str, BufferSpec]):
-    """The buffers of one step and the numbers behind their symbols (immutable).
-
-    Args:
-        specs: of the buffers.
-        sizes: symbol -> number.
-        open_sizes: symbols that the step leaves open if it can, to serve other numbers, too.
-    """
+    """The buffers of one step and the numbers behind their symbols (immutable). The step leaves
+    `open_sizes` open if it can, to serve other numbers, too."""
 
     def __init__(
         self,

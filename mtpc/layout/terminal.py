@@ -15,12 +15,8 @@ _BAR = 20
 
 
 def show_progress(stream: TextIO, quiet: bool = False) -> AbstractContextManager[Tell]:
-    """Show stages on `stream` until the block ends or raises.
-
-    Args:
-        stream: where to write; a terminal gets a live line, and anything else one line a stage.
-        quiet: show nothing.
-    """
+    """Show stages on `stream` until the block ends or raises: a terminal gets a live line, and
+    anything else one line a stage. If quiet, show nothing."""
     if quiet:
         return nullcontext(ignore)
     return live(stream) if stream.isatty() else _lines(stream)

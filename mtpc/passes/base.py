@@ -36,10 +36,8 @@ class Pass(ABC):
 
     Implementations are frozen dataclasses whose fields are their options.
 
-    Attributes:
-        name: as in the options `enabled_passes` and `disabled_passes`; by default that of the
-            class, in words.
-        policy: when it runs.
+    The options `enabled_passes` and `disabled_passes` have its `name`, by default that of the
+    class, in words. `policy` says when it runs.
     """
 
     name: ClassVar[str]
@@ -60,13 +58,8 @@ def run_pipeline(
     check: Callable[[StepGraph, str], None],
     until: str | None = None,
 ) -> None:
-    """Run passes in order, verifying after each.
-
-    Args:
-        graph: rewritten in place; its history grows by one record a pass.
-        passes: the pipeline.
-        check: called with the graph and the pass's name after each pass; raises GraphError.
-        until: stop after the pass of this name.
+    """Run passes in order, on a graph whose history grows by one record a pass. `check` gets the
+    graph and the pass's name after each, and raises GraphError. The pass `until` is the last.
 
     Raises:
         OptionError: no pass of the pipeline is called `until`.
@@ -164,13 +157,8 @@ def refresh_values(graph: StepGraph) -> None:
 
 
 def _is_alike(old: Mapping[str, Any], new: Mapping[str, Any], taken: set[int]) -> bool:
-    """Whether two values of one call have the same form, and each has memory of its own.
-
-    Args:
-        old: metadata with `val` and `given`, or without.
-        new: metadata.
-        taken: memory of the calls before.
-    """
+    """Whether two values of one call have the same form, and each has memory of its own, which no
+    call before has `taken`."""
     one, other = old.get("val"), new["val"]
     if "given" not in old or not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
@@ -232,16 +220,9 @@ GETITEM = operator.getitem
 
 
 def operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
-    """The first arguments of a call of an operator, if all others are at their defaults.
-
-    Args:
-        node: anything.
-        target: the operator overload.
-        count: how many arguments to return, in the schema's order, defaults filled in.
-
-    Returns:
-        The arguments; as many None for any other node, and for a call with another argument set.
-    """
+    """The first `count` arguments of a call of `target`, in the schema's order, defaults filled in,
+    if all others are at their defaults. As many None for any other node, and for a call with
+    another argument set."""
     values = list(arguments(node).values()) if is_call(node, target) else []
     rest = target._schema.arguments[count:]
     is_plain = all(v == a.default_value for v, a in zip(values[count:], rest, strict=False))

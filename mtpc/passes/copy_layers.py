@@ -36,9 +36,7 @@ class CopyLayers(Pass, policy="required"):
 
     Its copies keep the values of the verified calls that they are made of.
 
-    Attributes:
-        pattern: how layers repeat.
-        shared: state and caches of all layers, by name.
+    `shared` has state and caches of all layers, by name.
 
     Raises:
         LayersDiffer: the graph is left as it is.

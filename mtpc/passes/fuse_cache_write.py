@@ -39,12 +39,8 @@ class FuseCacheWrite(Pass, policy="backend"):
 
 @dataclass
 class _Seen:
-    """What the walk over the graph has seen so far.
-
-    Attributes:
-        rotaries: rotary embeddings by the node of their result.
-        writes: cache node -> the last write to it.
-    """
+    """What the walk over the graph has seen so far: rotary embeddings by the node of their result,
+    and the last write to each cache."""
 
     rotaries: dict[Any, Rotary] = field(default_factory=dict)
     writes: dict[Any, fx.Node] = field(default_factory=dict)

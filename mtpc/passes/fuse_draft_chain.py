@@ -19,8 +19,7 @@ class FuseDraftChain(Pass, policy="required"):
     host has no work between drafts. If the step makes fewer drafts than there are MTP layers, the
     others only write their KV; the pass removes their attention and all that depends on it.
 
-    Attributes:
-        buffer_names: tensor id -> layout name, for state that pieces hold (`kv.*`).
+    `buffer_names` has layout names by tensor id, for state that pieces hold (`kv.*`).
     """
 
     buffer_names: Mapping[int, str] = field(repr=False)

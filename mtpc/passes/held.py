@@ -27,14 +27,8 @@ class NeedsWholeError(Exception):
 
 
 class Call:
-    """One call with whole shapes.
-
-    Args:
-        node: the call.
-        shapes: whole shape of each value; of the first value where a call has several.
-        held: the cut dimension of each value of which a rank has a part only.
-        ranks: how many parts there are.
-    """
+    """One call with whole shapes; of several values, that of the first. `held` has the cut
+    dimension of each value of which a rank has one of `ranks` parts only."""
 
     def __init__(self, node: fx.Node, shapes: Mapping[fx.Node, Shape], held: Held, ranks: int):
         self.node, self.ranks = node, ranks

@@ -25,12 +25,8 @@ Wanted = Callable[[fx.Node, Tensor], bool]
 
 @dataclass(frozen=True)
 class LinearGroup:
-    """Linears that share an input and whose operands are weights; all have a bias, or none has.
-
-    Attributes:
-        graph: the graph of the linears.
-        nodes: the linears in order of execution.
-    """
+    """Linears of one graph, in order of execution, that share an input and whose operands are
+    weights; all have a bias, or none has."""
 
     graph: StepGraph
     nodes: tuple[fx.Node, ...]
@@ -78,17 +74,8 @@ def joined_packed(graph: StepGraph, weights: list[fx.Node]) -> fx.Node:
 def joined_pieces(
     graph: StepGraph, weights: list[fx.Node], spec: GroupSpec, stem: str
 ) -> tuple[fx.Node | None, ...]:
-    """Append the get_attr nodes of the concatenation of weights in groups.
-
-    Args:
-        graph: where to append them.
-        weights: get_attr nodes.
-        spec: of the weights.
-        stem: prefix of their names.
-
-    Returns:
-        Codes, scales and zero points; None in place of the last where the form has none.
-    """
+    """Append the get_attr nodes of the concatenation of weights in groups, whose names begin with
+    `stem`: codes, scales and zero points. None is in place of the last where the form has none."""
     joined, name = _joined(weights)
     nodes = [
         emit_weight(graph, f"{stem}.{name}.{piece}", Grouped(piece, spec, joined), weights[0])
@@ -130,15 +117,8 @@ def linear_groups(graph: StepGraph, wanted: Wanted) -> list[LinearGroup]:
 
 
 def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.Node]) -> int:
-    """Replace each group by one call, and each linear by a slice of its result.
-
-    Args:
-        groups: of one graph.
-        joint: emits the call for a group; its result is [..., features].
-
-    Returns:
-        The number of groups.
-    """
+    """Replace each group by one call, which `joint` emits with a result [..., features], and each
+    linear by a slice of its result. Returns the number of groups."""
     for group in groups:
         first = group.nodes[0]
         with group.graph.graph.inserting_before(first):
@@ -159,16 +139,8 @@ def replace_groups(groups: list[LinearGroup], joint: Callable[[LinearGroup], fx.
 def exchange_experts(
     graph: StepGraph, wanted: Wanted, call: Callable[[StepGraph, fx.Node], fx.Node]
 ) -> int:
-    """Replace calls of `mtpc::experts` whose gate and up weights are whole tiles each.
-
-    Args:
-        graph: of the calls.
-        wanted: asked for both stacks of weights of a call.
-        call: emits the new call.
-
-    Returns:
-        The number of calls replaced.
-    """
+    """Replace calls of `mtpc::experts` whose gate and up weights are whole tiles each, if both
+    stacks of weights are wanted. Returns the number of calls replaced."""
     found = [
         node
         for node in graph.graph.nodes

@@ -38,15 +38,13 @@ SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
 @dataclass(frozen=True)
 class PackBlocks(Pass, policy="backend"):
     """Replace linears, experts and embeddings on weights of blocks by ops that read them as stored.
+    `scheme` is as `PackGroups` has it.
 
     Such weights have codes of 5 or 6 bits, codes that are places in a table, or scales of
     super-blocks, as GGUF's types have them. Without this pass, pack-groups widens their codes to 4
     or 8 bits and their scales to floats. Embeddings whose checkpoint stores codes are read by row,
     and stay codes as well; so do experts with biases, as gpt-oss has them. On by default on
     backends with kernels for them (cpu).
-
-    Attributes:
-        scheme: as `PackGroups` has it.
     """
 
     scheme: str = ""
@@ -110,16 +108,9 @@ def _by_scheme(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> Grou
 
 
 def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
-    """Replace linears and experts by ops that read the codes of their weights.
-
-    Args:
-        graph: of the calls.
-        spec_of: how each call is to read each of its weights.
-        stem: prefix of the names of codes and scales; a weight may be read in several forms.
-
-    Returns:
-        How many calls take their place.
-    """
+    """Replace linears and experts by ops that read the codes of their weights, as `spec_of` says;
+    returns how many. Names of codes and scales begin with `stem`: a weight may be read in several
+    forms."""
     specs: dict[fx.Node, tuple[GroupSpec, ...]] = {}
     for node in graph.graph.nodes:
         names = _WEIGHTS.get(node.target, ())

@@ -16,13 +16,8 @@ _END = 2**63 - 1
 @dataclass(frozen=True)
 class Rotary:
     """x cos + rotate_half(x) sin for the first C features x of each head; other features stay.
-
-    Attributes:
-        last: node of the result, [1, heads, T, D].
-        heads: node of the input, [1, heads, T, D].
-        cos: [1, 1, T, C].
-        sin: [1, 1, T, C].
-    """
+    `heads` is the node of the input and `last` that of the result, [1, heads, T, D]; cos and sin
+    are [1, 1, T, C]."""
 
     last: fx.Node
     heads: fx.Node

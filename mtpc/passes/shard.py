@@ -42,15 +42,9 @@ class CutWeight:
 
 @dataclass(frozen=True)
 class Sharding:
-    """One rank's part of a model.
+    """One rank's part of a model, whose weights and caches are cut, by name.
 
-    Attributes:
-        rank: whose part it is, from 0.
-        ranks: how many share it.
-        group: name of their process group.
-        weights: weights that are cut, by name.
-        caches: this rank's tensors of the caches that are cut, by name.
-        peer_bytes: the largest part that ranks exchange through each other's memory; 0: none.
+    `peer_bytes` is the largest part that ranks exchange through each other's memory; 0: none.
     """
 
     rank: int
@@ -64,16 +58,13 @@ class Sharding:
 @dataclass(frozen=True)
 class ShardStep(Pass, policy="required", name="shard"):
     """Cut the weights and caches of a flat step, and add the operators by which ranks exchange
-    values.
+    values. Without a `sharding`, the step stays whole.
 
     The pass derives what a rank holds of each value, from the weights through the step. A linear on
     cut input features gives summands, so `mtpc::all_reduce` comes after it, and after experts. If a
     plan gathers a result, the result stays cut until an operator needs the whole; of logits, ranks
     exchange only the largest. Every choice of a token comes from one collective, so ranks cannot
     diverge. The pass refuses a call that would compute something else on a part.
-
-    Attributes:
-        sharding: this rank's part; None leaves the step whole.
     """
 
     sharding: Sharding | None = None

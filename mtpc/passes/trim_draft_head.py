@@ -24,9 +24,8 @@ class TrimDraftHead(Pass, policy="on"):
     plain decoding; only the number of accepted drafts can change. The trimmed copy takes memory
     beside the target's head. The pass does nothing without token ids.
 
-    Attributes:
-        token_ids: ascending, each smaller than the number of rows of the head. Of equal logits the
-            lowest id wins, as in the whole head.
+    The ids are ascending, each smaller than the number of rows of the head. Of equal logits the
+    lowest id wins, as in the whole head.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -96,14 +95,8 @@ class TrimDraftHead(Pass, policy="on"):
 
 @dataclass(frozen=True)
 class Head:
-    """The linear head whose logits a draft is chosen from.
-
-    Attributes:
-        node: its call.
-        x: what it multiplies.
-        weights: its weight and, if it has one, its bias.
-        selected: the arguments (0, 0) of a `select` of its result, or () without one.
-    """
+    """The linear head whose logits a draft is chosen from: its call, what it multiplies, and its
+    weight with its bias, if any. A `select` of its result has the arguments `selected`, (0, 0)."""
 
     node: fx.Node
     x: fx.Node

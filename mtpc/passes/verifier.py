@@ -24,10 +24,7 @@ _SYNC_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 class Verifier:
     """Checks one graph after each pass, and compares its effects with those after the pass before.
-
-    Args:
-        propagate: whether to recompute the shape, dtype and memory of every node on fake tensors.
-    """
+    With `propagate`, it recomputes the shape, dtype and memory of every node on fake tensors."""
 
     def __init__(self, propagate: bool):
         self.propagate = propagate

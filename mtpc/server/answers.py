@@ -26,14 +26,11 @@ class Unscored:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of one choice.
+    """New text of one choice; it may be empty.
 
     Attributes:
-        text: the new text; it may be empty.
         logprobs: one entry per new token, if the client asked for log-probabilities.
         finish_reason: "stop", "length" or "tool_calls" in the last piece, else None.
-        reasoning: new text of the reasoning.
-        calls: new parts of tool calls.
         token_ids: the new tokens, if the client asked for them.
     """
 
@@ -53,13 +50,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Usage:
-    """The token counts of a request.
-
-    Attributes:
-        prompt_tokens: tokens of its prompts.
-        completion_tokens: tokens of its answer.
-        cached_tokens: tokens of its prompts that the prefix cache had.
-    """
+    """The token counts of a request: of its prompts, of its answer, and of its prompts those that
+    the prefix cache had."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,10 +72,7 @@ class Answer:
     """The format of an answer, and the fields that all of its chunks share.
 
     Attributes:
-        is_chat: whether it answers a chat request; else a completion request.
         model: the model's name in the request.
-        decode: decodes token ids to text, for log-probabilities.
-        wants_logprobs: whether the client asked for log-probabilities.
         wants_usage: whether a stream ends with a usage chunk.
         prompt_ids: the prompt of each choice if the client asked for token ids, else empty.
         created: Unix time, in seconds.
@@ -111,13 +100,9 @@ class Answer:
         }
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The body of an answer without a stream.
+        """The body of an answer without a stream, of all pieces of each choice.
 
         Each choice is encoded separately, because the JSON encoder holds the GIL during a call.
-
-        Args:
-            choices: all pieces of each choice.
-            usage: the token counts.
         """
         head = self.head(False)
         if self.is_chat and self.prompt_ids:
@@ -149,15 +134,8 @@ class Answer:
     def logprobs(
         self, entries: Sequence[TokenLogprobs | Unscored], offset: int
     ) -> tuple[dict[str, Any], int]:
-        """Format log-probabilities for this answer.
-
-        Args:
-            entries: one entry per token.
-            offset: characters of the text before these tokens; used for completions only.
-
-        Returns:
-            OpenAI's `logprobs` object, and the offset after these tokens (0 for a chat).
-        """
+        """OpenAI's `logprobs` object with one entry per token, and the offset after these tokens (0
+        for a chat). `offset` counts the characters of a completion's text before them."""
         if self.is_chat:
             content = [
                 {
@@ -227,12 +205,7 @@ def _part_json(part: CallPart) -> dict[str, Any]:
 
 
 class Chunks:
-    """Encodes the chunks of one choice in a stream.
-
-    Args:
-        answer: the answer's format.
-        index: the choice's index.
-    """
+    """Encodes the chunks of one choice in a stream."""
 
     def __init__(self, answer: Answer, index: int):
         self._answer, self._index, self._offset, self._is_first = answer, index, 0, True

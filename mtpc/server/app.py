@@ -240,14 +240,8 @@ class Endpoints:
 def make_app(
     service: Service, connections: Connections | None, lifespan: Lifespan[Starlette] | None = None
 ) -> Gate:
-    """Make the ASGI application.
-
-    Args:
-        service: the service that handles requests.
-        connections: the open connections, which are told when a request begins and ends; None if
-            another program listens.
-        lifespan: a context that is entered before the first request.
-    """
+    """Make the ASGI application. `lifespan` is entered before the first request. Open connections
+    are told when a request begins and ends; they are None if another program listens."""
     endpoints = Endpoints(service)
     routes = [Route(path, getattr(endpoints, n), methods=[method]) for method, path, n in ROUTES]
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
@@ -305,11 +299,7 @@ def _noting_body(scope: Scope, receive: Receive, connection: GuardedProtocol) ->
 
 
 class Gate:
-    """Wraps the application: checks each head, notifies connections and counts responses.
-
-    Attributes:
-        service: the service that handles requests.
-    """
+    """Wraps the application: checks each head, notifies connections and counts responses."""
 
     def __init__(self, app: ASGIApp, service: Service, connections: Connections | None):
         self._app, self.service, self._connections = app, service, connections

@@ -26,13 +26,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @dataclass(eq=False)
 class HeldBody:
-    """One body that the server holds.
-
-    Attributes:
-        size: its bytes so far.
-        limit: its time limit while it arrives, else None.
-        is_dropped: whether it made room for others. Its reader then raises.
-    """
+    """One body that the server holds: its bytes so far, and its time limit while it arrives. Where
+    it `is_dropped` to make room for others, its reader raises."""
 
     size: int = 0
     limit: asyncio.Timeout | None = None
@@ -53,11 +48,8 @@ class HeldBody:
 class Bodies:
     """The bodies that a server holds, of all connections, within a bound on their bytes.
 
-    If a body has no room, the largest one that still arrives makes room. So clients that send
-    large bodies and never end them cannot keep out a small one.
-
-    Args:
-        most_bytes: the most bytes of all bodies together.
+    If a body has no room, the largest one that still arrives makes room. So clients that send large
+    bodies and never end them cannot keep out a small one.
     """
 
     def __init__(self, most_bytes: int):
@@ -92,12 +84,7 @@ class Bodies:
         return ApiError(429, message, code="too_many_bytes", closes=True)
 
     async def read(self, request: Request, body: HeldBody, options: ServerOptions) -> bytes:
-        """Read a request's body, which must be declared as JSON.
-
-        Args:
-            request: a request whose body has not been read.
-            body: what `hold` gave.
-            options: the limits of one body.
+        """Read a request's body (`hold` gave `body`), which must be declared as JSON.
 
         Raises:
             ApiError: 408 (too slow), 413 (too large), 415 (not declared as JSON), or 429 (all

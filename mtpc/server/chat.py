@@ -36,13 +36,8 @@ _REFUSED = "the chat template refuses these messages"
 
 class ChatTemplate:
     """Renders conversations as prompts. Any thread may call it; one text is made at a time.
-
-    Args:
-        source: the Jinja template.
-        special_tokens: texts of special tokens by the template's variable names ("bos_token").
-
-    Attributes:
-        source: the Jinja template.
+    `source` is the Jinja template; `special_tokens` are texts by its variables' names
+    ("bos_token").
 
     Raises:
         CheckpointError: `source` is not a template, or cannot be compiled within the limits.
@@ -62,13 +57,11 @@ class ChatTemplate:
 
         A template that exceeds a limit ends its process. The next call starts another one.
 
-        Args:
-            messages: the messages, each with a role and a content.
-            kwargs: further variables of the template, such as enable_thinking.
+        `kwargs` are further variables of the template, such as enable_thinking.
 
         Raises:
-            RequestError: the template refuses these messages, violates the sandbox, or goes
-                beyond the limits of `mtpc.server.sandbox`.
+            RequestError: the template refuses these messages, violates the sandbox, or goes beyond
+                the limits of `mtpc.server.sandbox`.
             ServingError: the process that renders cannot be started again.
         """
         free = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
@@ -136,17 +129,10 @@ def _how_it_ended(status: int) -> str:
 
 
 def load_chat_template(directory: Path, file: Path | None) -> ChatTemplate | None:
-    """Load a checkpoint's chat template.
+    """Load a checkpoint's chat template. None if it has none.
 
     The first of these counts: `file`, chat_template.jinja, the entry in tokenizer_config.json, that
     in a GGUF file's metadata. The files are in the directory, or beside the GGUF file.
-
-    Args:
-        directory: the checkpoint's directory, or a GGUF file.
-        file: a template to use instead of the checkpoint's, or None.
-
-    Returns:
-        The template, or None if the checkpoint has none.
 
     Raises:
         CheckpointError: a file cannot be read, or the template is invalid.

@@ -14,14 +14,8 @@ THINK, END_THINK = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class CallPart:
-    """A new part of a call.
-
-    Attributes:
-        index: the call's number in its choice, from 0.
-        id: its id in the first part, else None.
-        name: the function's name in the first part, else None.
-        arguments: more of the arguments' JSON text.
-    """
+    """A new part of a call: the call's number in its choice, from 0; in the first part its id and
+    the function's name; and more of the arguments' JSON text."""
 
     index: int
     id: str | None
@@ -46,8 +40,7 @@ class ChatParser:
     Args:
         form: how the model writes tool calls; None leaves them in the content.
         schemas: the schema of each function's arguments.
-        thinks: whether to separate reasoning from the content.
-        is_thinking: whether the prompt has opened the reasoning section.
+        thinks: whether to separate reasoning from the content; `is_thinking`: the prompt opened it.
         is_single: whether to drop calls after the first.
         is_forced: whether a grammar allows calls alone. Other text is then a call that the end cuts
             before its arguments, and no content.
@@ -76,12 +69,7 @@ class ChatParser:
         return self._num_calls > 0
 
     def push(self, text: str, last: bool = False) -> Delta:
-        """Add text.
-
-        Args:
-            text: the new text.
-            last: whether the text ends here. If so, nothing is held back.
-        """
+        """Add text. At the last, nothing is held back."""
         delta, self._held = Delta(), self._held + text
         states = {
             "start": self._start,

@@ -29,15 +29,7 @@ Ends = tuple[tuple[str, int], tuple[str, int]]
 
 
 class Connections:
-    """All open connections.
-
-    Args:
-        options: the limits.
-        make: makes uvicorn's protocol from the arguments that uvicorn gives.
-
-    Attributes:
-        by_ends: the open connections.
-    """
+    """All open connections (`by_ends`), with uvicorn's protocols, which `make` makes."""
 
     def __init__(self, options: ServerOptions, make: Callable[..., asyncio.Protocol]):
         self.options, self._make = options, make
@@ -48,14 +40,8 @@ class Connections:
         return cast(asyncio.Protocol, GuardedProtocol(self, self._make(**arguments)))
 
     def begin(self, scope: MutableMapping[str, Any]) -> GuardedProtocol | None:
-        """Record that a request's head has arrived.
-
-        Args:
-            scope: the request's ASGI scope.
-
-        Returns:
-            The request's connection, or None if it has closed already.
-        """
+        """Record that a request's head has arrived. Returns its connection, or None if that has
+        closed."""
         client, server = scope.get("client"), scope.get("server")
         if client is None or server is None:
             return None
@@ -165,13 +151,11 @@ class GuardedProtocol:
         return len(data) > room and not _HEAD_END.search(self._last + data[:room])
 
     def eof_received(self) -> bool | None:
-        """The client has closed its sending side. It still gets the answers that it waits for.
+        """The client has closed its sending side. It still gets the answers that it waits for. It
+        stays open for them.
 
         A client that is gone looks the same until something is written to it. So the server writes
         interim responses until the answer begins.
-
-        Returns:
-            Whether the connection stays open.
         """
         if self._is_refused or self._is_lingering or not (self._num_requests or self._head_bytes):
             return None

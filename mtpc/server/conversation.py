@@ -32,9 +32,7 @@ class Conversation:
     """A chat request, ready to run.
 
     Attributes:
-        prompt: the prompt's text.
-        lark: a grammar of the answer, or None.
-        param: the field that the grammar comes from.
+        lark: a grammar of the answer, or None; `param` is the field that it comes from.
         parser: makes the parser of a choice; None if the text is the content.
         texts: texts of special tokens that the parser needs.
         images: the images, in the order of their marks in the prompt.
@@ -49,15 +47,8 @@ class Conversation:
 
 
 class Conversations:
-    """Turns the fields of chat requests into `Conversation`s.
-
-    Args:
-        template: the model's chat template.
-        served: the model.
-        tool_parser: one of `PARSERS`.
-        reasoning_parser: one of `mtpc.server.options.REASONING`.
-        most_images: the most images of a conversation; 0 if the model takes none.
-    """
+    """Turns the fields of chat requests into `Conversation`s, of at most `most_images` images: 0 if
+    the model takes none. The parsers are of `PARSERS` and of `mtpc.server.options.REASONING`."""
 
     def __init__(
         self,
@@ -73,10 +64,7 @@ class Conversations:
         self._thinks = has_section and reasoning_parser != "none"
 
     def make(self, fields: Mapping[str, Any]) -> Conversation:
-        """The conversation of a request.
-
-        Args:
-            fields: what `check_fields` returned.
+        """The conversation of a request, from what `check_fields` returned.
 
         Raises:
             ApiError: tools are given, and the format of tool calls is unknown; or images are

@@ -15,13 +15,8 @@ _REQUEST_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 
 
 class Histogram:
-    """A Prometheus histogram: counts of values by upper bound.
-
-    Args:
-        name: the metric's name without prefix.
-        description: text for the HELP line.
-        bounds: upper bounds, ascending. An infinite bound follows implicitly.
-    """
+    """A Prometheus histogram: counts of values by upper bound, ascending. An infinite one
+    follows."""
 
     def __init__(self, name: str, description: str, bounds: tuple[float, ...]):
         self._name, self._description, self._bounds = name, description, bounds
@@ -50,8 +45,8 @@ class ServerCounters:
     Attributes:
         responses: responses by path and status code.
         disconnects: clients that disconnected before the end of their answer.
-        first_token_s: seconds from a request's arrival to its first output.
-        request_s: seconds from a request's arrival to its end.
+        first_token_s: seconds from a request's arrival to its first output; `request_s`: to its
+            end.
     """
 
     def __init__(self) -> None:
@@ -69,12 +64,7 @@ class ServerCounters:
         )
 
     def prometheus(self, is_ready: bool, in_flight: int) -> str:
-        """All counts in Prometheus' text format.
-
-        Args:
-            is_ready: whether the server accepts requests.
-            in_flight: choices that run or wait.
-        """
+        """All counts in Prometheus' text format. `in_flight` choices run or wait."""
         responses: list[Sample] = [
             ({"path": path, "status": status}, count)
             for (path, status), count in sorted(self.responses.items())

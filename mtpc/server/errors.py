@@ -26,12 +26,11 @@ class ApiError(MtpcError):
     """An error response.
 
     Args:
-        status: HTTP status code.
         message: what was found, what was expected, and what to do.
         param: the request's field that caused the error, or None.
         code: OpenAI's `code`, a fixed word that programs can compare, or None.
-        closes: whether the connection ends with the response, because the server cannot tell
-            where the request's body ends.
+        closes: whether the connection ends with the response, because the server cannot tell where
+            the request's body ends.
     """
 
     def __init__(
@@ -82,12 +81,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 def no_token_masks(what: str, param: str) -> ApiError:
-    """The error for a request that needs token masks, of a model that has none.
-
-    Args:
-        what: what needs token masks.
-        param: the request's field.
-    """
+    """The error for a request whose field `param` needs token masks, of a model that has none."""
     message = (
         f"{what} needs token masks, which this model was compiled without; start the server "
         "without --no-sampling and --no-structured-outputs"

@@ -401,16 +401,10 @@ REQUIRED: Mapping[str, tuple[str, ...]] = {
 
 
 def check_fields(endpoint: str, body: Any) -> tuple[dict[str, Any], set[str]]:
-    """Check a request's fields.
+    """Check the fields of a request's parsed JSON. Returns those that the server uses, and the
+    names of known ones that it ignores.
 
     `SamplingParams` checks the ranges of sampling parameters later.
-
-    Args:
-        endpoint: a key of `REQUIRED`.
-        body: the parsed JSON.
-
-    Returns:
-        The fields that the server uses, and the names of known ones that it ignores.
 
     Raises:
         ApiError: 400, with the field's name.

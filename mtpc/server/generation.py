@@ -35,16 +35,8 @@ Sink = Callable[[int, Piece], Awaitable[None]]
 class Choice:
     """One text to generate. It becomes one request of the engine.
 
-    With `echo` and log-probabilities, another request scores the prompt first.
-
-    Attributes:
-        index: the choice's index in the answer.
-        prompt_ids: token ids of the prompt.
-        max_tokens: the most new tokens; 0 only with `echo`.
-        sampling: how tokens are chosen.
-        grammar: limits what the text may be, or None.
-        echo: the prompt's text, if the answer begins with it, else None.
-        images: the prompt's images, or None.
+    With `echo`, the answer begins with that text of the prompt. With log-probabilities, too,
+    another request scores the prompt first. `max_tokens` is 0 only with `echo`.
     """
 
     index: int
@@ -74,11 +66,8 @@ class Job:
 
     Attributes:
         choices: the `n` choices of the first prompt, then those of the next prompts.
-        stop: strings that end a text.
-        stop_ids: token ids that end a text.
         prompt_tokens: tokens of all prompts together.
         num_copies: number of choices of each prompt.
-        decode: decodes new tokens.
         parser: makes the parser of a choice's text, or None: the text is the content.
         keeps_stop: whether a text ends with its stop string instead of before it.
         returns_ids: whether the answer has token ids.
@@ -106,14 +95,9 @@ def make_job(
 ) -> Job:
     """Make a job, and check that the engine can serve each of its choices.
 
-    Args:
-        fields: the result of `check_fields`.
-        prompts: token ids of each prompt.
-        matchers: the grammar of each text; () without grammars.
-        engine: the engine that will run the job.
-        max_tokens: the server's limit of `max_tokens`, or None.
-        chat: the conversation, if the request is a chat; else its prompts are texts to continue.
-        images: the images of the only prompt, or None.
+    `fields` is the result of `check_fields`. There is a grammar for each text, or none;
+    `max_tokens` is the server's limit. Without `chat`, the prompts are texts to continue. Images
+    are those of the only prompt.
 
     Raises:
         ApiError: the request asks for more tokens than the server allows, or a field needs another

@@ -16,12 +16,8 @@ LIBRARY = "llguidance"
 
 
 class Matcher:
-    """A `mtpc.Grammar` over one of llguidance's matchers.
-
-    Args:
-        matcher: the library's object.
-        param: the request's field that it comes from, for errors.
-    """
+    """A `mtpc.Grammar` over one of llguidance's matchers; errors name `param`, the request's
+    field."""
 
     def __init__(self, matcher: Any, param: str):
         self._matcher, self._param = matcher, param
@@ -70,11 +66,7 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of one model.
-
-    Args:
-        served: the model.
-    """
+    """Compiles grammars for the tokenizer of one model."""
 
     def __init__(self, served: ServedModel):
         self._served = served
@@ -90,12 +82,8 @@ class Grammars:
         )
 
     def matchers(self, lark: str, count: int, param: str) -> list[Matcher]:
-        """Grammars for `count` texts.
-
-        Args:
-            lark: the grammar, in llguidance's dialect of Lark.
-            count: number of texts.
-            param: the request's field that the grammar comes from, for errors.
+        """Grammars for `count` texts, of one in llguidance's dialect of Lark. Errors name the field
+        `param`.
 
         Raises:
             ApiError: the library is not installed, or refuses the tokenizer or the grammar.

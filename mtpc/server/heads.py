@@ -17,9 +17,6 @@ def head_fault(scope: Scope) -> ApiError | None:
     uvicorn's two parsers accept different heads. These rules of RFC 9112, sections 3.2 and 6.1,
     apply to both. Each refusal closes the connection, so that the bytes after the head are not read
     as a request.
-
-    Args:
-        scope: the ASGI scope of the request.
     """
     version = scope["http_version"]
     if version not in _VERSIONS:

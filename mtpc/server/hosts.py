@@ -15,12 +15,8 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:\d{0,5})?")
 
 
 class AllowedHosts:
-    """Checks the Host header of requests.
-
-    Args:
-        options: `allowed_hosts` has the names. None means loopback names for a server on a loopback
-            address without an API key, and any name otherwise.
-    """
+    """Checks the Host header of requests by `allowed_hosts`. None means loopback names for a server
+    on a loopback address without an API key, and any name otherwise."""
 
     def __init__(self, options: ServerOptions):
         names = options.allowed_hosts

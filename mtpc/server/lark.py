@@ -19,14 +19,7 @@ ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 class Lark:
-    """Collects the rules of one grammar.
-
-    Args:
-        tokens: text -> token id, for texts that are one token.
-
-    Attributes:
-        rules: the rules so far.
-    """
+    """Collects the rules of one grammar. `tokens` has the ids of texts that are one token."""
 
     def __init__(self, tokens: Mapping[str, int]):
         self._tokens = tokens

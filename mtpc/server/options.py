@@ -153,12 +153,8 @@ class ServerOptions:
 def require_packages(
     user: str = "the server", names: Sequence[str] = _NEEDED, extra: str = "serve"
 ) -> None:
-    """Check that packages of an extra are installed, before a compilation takes minutes.
-
-    Args:
-        user: what needs them, for the message.
-        names: the modules to look for.
-        extra: the extra of mtpc that installs them.
+    """Check that packages of an extra of mtpc, which `user` needs, are installed, before a
+    compilation takes minutes.
 
     Raises:
         ServingError: one is not installed.

@@ -13,13 +13,7 @@ _STYLE += "pre{background:#8882;padding:1rem;overflow:auto}td{padding-right:1rem
 
 
 def docs_page(model: str, version: str, paths: Sequence[tuple[str, str, str]]) -> str:
-    """The page as HTML.
-
-    Args:
-        model: the model's name in requests.
-        version: mtpc's.
-        paths: method, path and description of each path.
-    """
+    """The page as HTML, with method, path and description of each path."""
     rows = "".join(
         f"<tr><td><code>{method} {escape(path)}</code></td><td>{escape(text)}</td></tr>"
         for method, path, text in paths

@@ -31,15 +31,10 @@ log = logging.getLogger("mtpc.server")
 
 
 class Reply:
-    """The answer to one request, as an ASGI application.
+    """The answer to one request, as an ASGI application: events, or one body.
 
-    Args:
-        service: the service with the engine.
-        job: the choices to generate.
-        answer: the answer's format.
-        is_stream: whether to send events; else the answer is one body.
-        start_s: time of the request's arrival, in seconds of `time.perf_counter`.
-        admission: the request's admission to the service. The reply exits it at its end.
+    The request arrived at `start_s`, in seconds of `time.perf_counter`. At its end, the reply exits
+    its admission to the service.
     """
 
     def __init__(
@@ -130,12 +125,7 @@ class _Events:
         self.has_begun = False
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Send events. Wait if the client does not read.
-
-        Args:
-            data: encoded events.
-            more: whether more events follow.
-        """
+        """Send encoded events. Wait if the client does not read."""
         async with self._lock:
             if not self.has_begun:
                 self.has_begun = True

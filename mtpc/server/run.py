@@ -41,10 +41,7 @@ class Running:
     """A server that listens.
 
     Attributes:
-        host: the server's address.
         port: the TCP port that the server uses, also if port 0 was requested.
-        service: the server's state.
-        loop: the event loop that the server runs in.
         stop: begins the shutdown, as SIGTERM does. A second call ends running requests at once. Any
             thread may call it, also after the server has ended.
     """

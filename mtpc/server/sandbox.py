@@ -32,11 +32,8 @@ _MAX_REASON = 500
 
 
 def serve(handle: int) -> None:
-    """The child's side: compile the one template, then render until the caller is gone.
-
-    Args:
-        handle: file descriptor of its end of the pipe.
-    """
+    """The child's side: compile the one template, then render until the caller is gone. `handle` is
+    the file descriptor of its end of the pipe."""
     pipe, compiled = Connection(handle), list[Template]()
     # The default action ends the process, even within a call of Python's own C code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

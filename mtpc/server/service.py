@@ -30,19 +30,11 @@ than `CHARS_PER_TOKEN` for each token that the engine has room for."""
 
 
 class Service:
-    """One engine behind one server.
-
-    Args:
-        engine: the engine, which `run` starts.
-        model_name: the model's name in requests.
-        options: the server's limits.
-        template: the model's chat template, or None if it has none.
-        vision: embeds images; None if the model takes none.
+    """One engine, which `run` starts, behind one server.
 
     Attributes:
         is_draining: whether the server refuses new requests and only completes the running ones.
         in_flight: number of choices that wait or run.
-        counters: the counts of HTTP responses and their times.
         created: Unix time at which the service was made, in seconds.
         bodies: the bodies of requests that are not prompts yet.
         parsers: threads that only parse and check long bodies.

@@ -19,12 +19,7 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that a model has written.
-
-    Attributes:
-        name: the function's name.
-        arguments: its arguments, the text of a JSON object.
-    """
+    """A call that a model has written: the function's name, and the text of a JSON object."""
 
     name: str
     arguments: str
@@ -32,21 +27,17 @@ class Call:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """How a model writes calls, by vLLM's name of the format.
 
     Attributes:
-        name: vLLM's name of the format.
         marks: texts that every chat template of this format contains.
-        begin: what a call begins with.
-        end: what a call ends with.
+        begin: what a call begins with; it ends with `end`.
         parse: (text between `begin` and `end`, schema of each function) -> the call, or None.
         grammar: (Lark, function's name, schema) -> lark text of what is between `begin` and `end`.
-        opening: text before the first call, or "".
-        closing: text after the last call, or "".
-        between: text between two calls.
-        head: matches the text before the arguments; its group is the function's name. The
-            arguments follow as JSON up to `tail` and are streamed. None: the arguments are sent
-            when the call is complete.
+        opening: text before the first call; `between` and `closing`: between two, after the last.
+        head: matches the text before the arguments; its group is the function's name. The arguments
+            follow as JSON up to `tail` and are streamed. None: the arguments are sent when the call
+            is complete.
         tail: the text after the arguments, with space around it.
         takes_text: whether the template takes the arguments of earlier calls as JSON text instead
             of an object.
@@ -258,12 +249,8 @@ PARSERS = ("auto", "none", *(form.name for form in FORMATS))
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
-    """The format of this name, or with "auto" the format of a chat template.
-
-    Args:
-        name: one of `PARSERS`.
-        template: the source of the chat template.
-    """
+    """The format of this name of `PARSERS`, or with "auto" the format of a chat template's
+    source."""
     for form in FORMATS:
         if form.name == name or (name == "auto" and all(mark in template for mark in form.marks)):
             return form

@@ -46,8 +46,7 @@ class DraftRows:
     of the chain: row t of block j is at position t + j, and only row t of later blocks attends to
     it.
 
-    Args:
-        texts: B. The layer's rows are those of B texts, one text after the other.
+    The layer's rows are those of B texts, one text after the other.
     """
 
     def __init__(self, texts: int):
@@ -206,11 +205,8 @@ class Teacher:
 
     @torch.no_grad()
     def most_probable(self, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` most probable tokens after each row of features [T, H].
-
-        Returns:
-            int32 ids and float32 log-probabilities, [T, count] each, the most probable first.
-        """
+        """The `count` most probable tokens after each row of features [T, H], the most probable
+        first: int32 ids and float32 log-probabilities, [T, count] each."""
         found = [_largest(self._head(part).float(), count) for part in features.split(_LOGIT_ROWS)]
         values, ids = (torch.cat(each) for each in zip(*found, strict=True))
         return ids.int(), values

@@ -176,13 +176,8 @@ FORMS = {
 
 @torch.no_grad()
 def write_new_drafter(form: str, teacher: Teacher, vocabulary: Tensor, out: Path) -> None:
-    """Write a drafter that is not trained yet.
-
-    Args:
-        form: of `FORMS`.
-        teacher: the target.
-        vocabulary: ids of the draft vocabulary, ascending, [V_d].
-        out: the new directory.
+    """Write a drafter that is not trained yet. `vocabulary` has the ids that it drafts, ascending,
+    [V_d].
 
     Raises:
         CheckpointError: it cannot be written.

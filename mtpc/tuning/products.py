@@ -58,16 +58,8 @@ class LinearProducts(TorchFunctionMode):
 def rounded_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Compute what transformers' own forward of an experts module computes, with gradients.
 
-    Each expert's rows are padded to a multiple of 64.
-
-    Args:
-        module: of a class with `use_experts_implementation`.
-        hidden: [T, H].
-        chosen: ids of each token's experts, int64 [T, k].
-        weights: the experts' weights, [T, k].
-
-    Returns:
-        [T, H].
+    Each expert's rows are padded to a multiple of 64. Takes hidden [T, H], ids of each token's
+    experts, int64 [T, k], and their weights [T, k]; returns [T, H].
     """
     if module.has_bias or module.is_transposed or not module.has_gate:
         own: Tensor = type(module).forward.__wrapped__(module, hidden, chosen, weights)

@@ -59,7 +59,6 @@ class Plan:
     """The settings of a run.
 
     Attributes:
-        schedule: the schedule of the training.
         length: tokens of a training text.
         continuations: the most training texts whose last three quarters the target writes.
         prompts: the most held-out prompts.
@@ -85,7 +84,6 @@ class Tuned:
         before: drafts of the old checkpoint on held-out text; None if there was no drafter.
         after: drafts of the new one on the same text.
         texts: number of training texts, and of tokens in each.
-        progress: steps and times of the training.
         tensors: names of the trained tensors.
     """
 

@@ -42,14 +42,9 @@ class Rows(NamedTuple):
 
 
 class Chunks:
-    """Tensors by rows, in one file for every `CHUNK_ROWS` rows. One of them is `ids`.
-
-    Args:
-        directory: where the files are.
-        name: what their names begin with.
-        given: what the rows of `ids` begin with, [N, L_0]. A chunk of other rows is missing: when a
-            run is resumed with more texts, what was made of fewer is kept where it is the same.
-    """
+    """Tensors by rows, in one file for every `CHUNK_ROWS` rows, whose names begin with `name`. One
+    of them is `ids`, whose rows begin with `given` [N, L_0]. A chunk of other rows is missing: when
+    a run is resumed with more texts, what was made of fewer is kept where it is the same."""
 
     def __init__(self, directory: Path, name: str, given: Tensor):
         self._directory, self._name, self._given = directory, name, given
@@ -76,11 +71,8 @@ class Chunks:
         make: Callable[[slice], Mapping[str, Tensor]],
         tell: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Make the chunks that are missing.
-
-        Args:
-            make: the rows of a chunk -> its tensors, each [rows, ...].
-            tell: called with the share that is done.
+        """Make the chunks that are missing: of the rows of each, tensors [rows, ...]. `tell` gets
+        the share that is done.
 
         Raises:
             CheckpointError: a chunk cannot be written.
@@ -116,12 +108,7 @@ class Chunks:
 
 
 class TargetRows:
-    """What the target says of all texts of a run.
-
-    Args:
-        directory: where its chunks are.
-        ids: the texts, int64 [N, L].
-    """
+    """What the target says of all texts of a run, int64 [N, L]."""
 
     def __init__(self, directory: Path, ids: Tensor):
         self.ids, self._chunks = ids, Chunks(directory, "target", ids)

@@ -51,14 +51,8 @@ class Texts:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much text a run takes.
-
-    Attributes:
-        length: L.
-        rows: the largest N + M. Texts with more are taken in parts, evenly.
-        held_out: the largest M.
-        prompts: the largest M'. The prompts are spread evenly over the held-out text.
-    """
+    """How much text a run takes: rows of `length` tokens, of which texts with more are taken in
+    parts, evenly; held-out ones among them; and prompts, spread evenly over the held-out text."""
 
     length: int
     rows: int
@@ -69,13 +63,8 @@ class Limits:
 def read_texts(
     paths: Sequence[Path], held_out: Sequence[Path], served: ServedModel, limits: Limits
 ) -> Texts:
-    """Read texts and cut them into rows.
-
-    Args:
-        paths: UTF-8 files to train on.
-        held_out: files of held-out text; () holds out the end of each of `paths`.
-        served: has the tokenizer.
-        limits: how much to take.
+    """Read UTF-8 texts and cut them into rows. Without files of held-out text, the end of each text
+    is held out.
 
     Raises:
         RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.

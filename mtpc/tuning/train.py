@@ -87,11 +87,10 @@ class Progress:
     """The progress of a run.
 
     Attributes:
-        step: number of finished steps.
-        seconds: wall time of these steps.
+        seconds: wall time of the finished steps.
         processor_seconds: CPU time of these steps, of all threads.
-        curve: entries every few seconds: step, mean loss, and share of right drafts by position,
-            of the texts that are trained on. A draft counts if those before it are right.
+        curve: entries every few seconds: step, mean loss, and share of right drafts by position, of
+            the texts that are trained on. A draft counts if those before it are right.
         held_out: the same shares on held-out texts, every `MEASURE_STEPS` steps.
     """
 
@@ -193,14 +192,9 @@ def _head_part(
 
 
 class Training:
-    """The training on texts. It can stop after any step and continue.
+    """The training on texts. It can stop after any step and continue from the file `state`.
 
-    Args:
-        model: the model to train.
-        source: what the target says of the texts.
-        held_out: number of the first texts of `source`, which measure and are not trained on.
-        schedule: the schedule.
-        state: the file of the saved state; if it exists, the training continues from it.
+    The first `held_out` texts of `source` measure, and are not trained on.
     """
 
     def __init__(
