@@ -248,7 +248,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14720,
+    "backends": 14530,
     "capture": 1230,
     "certificate": 1510,
     "cli": 4400,
@@ -257,15 +257,15 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1170,
-    "models": 9230,
-    "ops": 2700,
+    "models": 8830,
+    "ops": 2640,
     "passes": 2440,
     "program": 5160,
     "server": 4110,
     "step": 2010,
     "store": 1080,
     "tuning": 1750,
-    "weights": 8950,
+    "weights": 8640,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -99,16 +99,9 @@ def choose_backend(
     store: EntryStore | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Backend, str | None]:
-    """The backend for a value of the option `backend`, and why it is not the first choice.
-
-    The reason is None if it is the first choice.
-
-    Args:
-        name: a backend, or "auto": the first of `AUTO` that works here.
-        strict: whether "auto" must not fall back.
-        report: is called with a line before long work.
-        store: the graph cache, where a backend keeps its kernels.
-        batch_invariant: as the option.
+    """The backend for a value of the option `backend`, and why it is not the first choice, or None.
+    "auto" is the first of `AUTO` that works here; if `strict`, it must not fall back. For the other
+    arguments see `make_backend`.
 
     Raises:
         OptionError: the name is unknown, or the backend is never batch-invariant.
@@ -131,13 +124,8 @@ def make_backend(
     store: EntryStore | None = None,
     batch_invariant: bool = False,
 ) -> Backend:
-    """The backend of this name.
-
-    Args:
-        name: a row of `BACKENDS`.
-        report: is called with a line before long work.
-        store: the graph cache, where a backend keeps its kernels.
-        batch_invariant: as the option.
+    """The backend of this name of `BACKENDS`. It calls `report` with a line before long work, and
+    keeps its kernels in `store`, the graph cache.
 
     Raises:
         OptionError: the name is unknown, or the backend is never batch-invariant.

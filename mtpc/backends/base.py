@@ -31,12 +31,8 @@ Begin = Callable[[str], None]
 
 @dataclass(frozen=True)
 class OpenStep:
-    """A step over its tensors.
-
-    Attributes:
-        run: replays it: fixed work on fixed addresses.
-        graph: the graph over these tensors; None where an artifact holds no graph.
-    """
+    """A step over its tensors: `run` replays it, fixed work on fixed addresses. The graph is None
+    where an artifact holds none."""
 
     run: Run
     graph: StepGraph | None = None
@@ -58,12 +54,8 @@ class Artifact(Protocol):
     def open(
         self, tensor_of: TensorOf, sizes: Mapping[str, int], begin: Begin = lambda stage: None
     ) -> OpenStep:
-        """Bind it to tensors, which it uses in place.
-
-        Args:
-            tensor_of: gives each tensor that `package` names.
-            sizes: numbers for the sizes that it leaves open.
-            begin: called at "lower" and "capture", where these are done now.
+        """Bind it to tensors by name, which it uses in place, with numbers for the sizes that it
+        leaves open. `begin` is called at "lower" and "capture", where these are done now.
 
         Raises:
             BackendError: a tensor or a size does not fit, or the backend cannot compile the graph.

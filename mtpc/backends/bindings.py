@@ -38,13 +38,8 @@ def always(node: fx.Node, graph: StepGraph) -> tuple[bool, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which a kernel reads weights, where that is not how they are stored.
-
-    Attributes:
-        name: of the order.
-        weights: the arguments that are such weights, stacks of matrices.
-        arrange: some matrices of a stack -> the same in that order.
-    """
+    """The order in which a kernel reads weights, where that is not how they are stored: the
+    arguments that are such stacks of matrices, and what arranges some matrices of a stack."""
 
     name: str
     weights: tuple[str, ...]
@@ -87,16 +82,13 @@ class Binding:
 @dataclass(frozen=True)
 class BindKernels(Pass, policy="required", name="legalise-gpu"):
     """legalise-gpu: replace each reference op by the first kernel that can take the call.
+    `bindings` are in order of preference.
 
     If none can, the reference op stays. It runs on any device, slowly. Refusals are noted.
 
     A weight has one order in all steps of a program. A kernel that wants another is refused where
     some step reads the weight as it is stored; a step that would read an arranged weight otherwise
     is an error, never garbage.
-
-    Attributes:
-        bindings: the candidates, in order of preference.
-        note: is called with each note.
     """
 
     bindings: Sequence[Binding]

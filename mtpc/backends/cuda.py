@@ -81,17 +81,11 @@ def enabled_passes(batch_invariant: bool) -> tuple[str, ...]:
 
 
 class GpuBackend(GraphBackend):
-    """The part of a GPU backend that rewrites steps. It needs no device.
+    """The part of a GPU backend that rewrites steps. It needs no device; "cuda" is any GPU.
 
-    Args:
-        bindings: kernels for the `mtpc::` ops, in order of preference.
-        device: torch's name of the device where the model and its buffers must be; "cuda" is any
-            GPU.
-        batch_invariant: whether a row's numbers must not depend on how many rows a step has. The
-            bindings must then be configured for it (`triton_kernels.invariantly`).
-
-    Attributes:
-        notes: lines on ops that do not run on their first kernel -> count.
+    If it is `batch_invariant`, a row's numbers must not depend on how many rows a step has. The
+    bindings, in order of preference, must then be configured for it (`triton_kernels.invariantly`).
+    `notes` counts ops that do not run on their first kernel.
     """
 
     name = "cuda"
@@ -116,18 +110,8 @@ class GpuBackend(GraphBackend):
 
 
 class CudaBackend(GpuBackend):
-    """Steps as device graphs; see `GpuBackend`.
-
-    Args:
-        graphs: captures steps.
-        lower: compiles them.
-        bindings: see `GpuBackend`.
-        device: see `GpuBackend`.
-        batch_invariant: see `GpuBackend`.
-
-    Attributes:
-        captured: captured steps by name.
-    """
+    """Steps as device graphs, which `lower` compiles and `graphs` captures; see `GpuBackend`.
+    `captured` has them by name."""
 
     def __init__(
         self,
@@ -144,13 +128,9 @@ class CudaBackend(GpuBackend):
     def keep_steps(
         self, store: EntryStore, machine: Mapping[str, str], report: Report = silent
     ) -> None:
-        """From now on take what lowering makes from the graph cache, and keep it there.
-
-        Args:
-            store: the graph cache.
-            machine: key fields of the device and its compilers.
-            report: is called with a line when another process lowers a step, which this one awaits.
-        """
+        """From now on take what lowering makes from the graph cache, and keep it there. `machine`
+        has key fields of the device and its compilers. A line is reported when another process
+        lowers a step, which this one awaits."""
         self._lower = KeptSteps(store, machine, self._lower, self._note, report)
 
     def lower(self, graph: StepGraph) -> Run:
@@ -172,9 +152,6 @@ class CrossBackend(GpuBackend):
     """Rewrites steps as `CudaBackend` does, for `cross_compile.build_kernels`, and runs none.
 
     aiter compiles its kernels itself on the device, so they are left out.
-
-    Args:
-        batch_invariant: as the option.
 
     Raises:
         BackendError: Triton is not installed.
@@ -204,12 +181,9 @@ def open_cuda(
 ) -> CudaBackend:
     """The backend of this machine's GPU.
 
-    Args:
-        report: is called with lines on the kernels that it finds.
-        store: the graph cache; it holds the code objects of `mtpc build --target`, the autotune
-            table and what Inductor makes of steps.
-        batch_invariant: as the option. Kernels then run by default, as the fastest ones may differ
-            with the number of rows, and aiter's choose by rows themselves.
+    The graph cache holds the code objects of `mtpc build --target`, the autotune table and what
+    Inductor makes of steps. With `batch_invariant`, kernels run by default, as the fastest ones may
+    differ with the number of rows, and aiter's choose by rows themselves.
 
     Raises:
         BackendError: torch finds no GPU, or Triton is not installed; the message says which.
@@ -304,15 +278,11 @@ class _SourcesInKeys(CustomGraphPass):
 def compile_flat(
     module: fx.GraphModule, tensors: Sequence[Tensor], options: Mapping[str, Any] = INDUCTOR
 ) -> Callable[..., Any]:
-    """Compile a module that takes such tensors with Inductor, through Inductor's own cache.
+    """Compile a module that takes such tensors with Inductor, through Inductor's own cache. Of fake
+    tensors only the form counts.
 
     That cache only serves compilations with a shape environment. torch.compile has one; for a
     direct call of Inductor this function makes one. No size becomes symbolic.
-
-    Args:
-        module: flat.
-        tensors: as its inputs; of fake ones only the form counts.
-        options: Inductor's.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = [_fake_like(mode, tensor) for tensor in tensors]
@@ -326,13 +296,8 @@ def compile_flat(
 def compile_call(
     function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Callable[[], Any]:
-    """A call of a function as Inductor compiles it within a step.
-
-    Args:
-        function: as `trace_call` takes it.
-        args: its arguments, which each run reads.
-        kwargs: others by name.
-    """
+    """A call of a function, as `trace_call` takes it, as Inductor compiles it within a step. Each
+    run reads the arguments."""
     mode, given = FakeTensorMode(), (args, dict(kwargs))
     tensors = tensors_in(given)
     fakes = map_tensors(mode.from_tensor, given)

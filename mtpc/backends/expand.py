@@ -23,17 +23,9 @@ Traced = dict[Hashable, fx.GraphModule]
 def expand(
     node: fx.Node, graph: StepGraph, function: Function, traced: Traced | None = None
 ) -> fx.Node:
-    """Emit, at the insertion point, the calls that a function makes of a call's arguments.
-
-    Args:
-        node: the call.
-        graph: of the step.
-        function: what takes its place.
-        traced: calls of this function by the form of its arguments; those found are added.
-
-    Returns:
-        The node of its result.
-    """
+    """Emit, at the insertion point, the calls that a function makes of a call's arguments, in whose
+    place they are. Returns the node of its result. `traced` has calls of this function by the form
+    of its arguments; those found are added."""
     values, traced = arguments_of(node), {} if traced is None else traced
     form = form_of(values)
     if form not in traced:
@@ -57,14 +49,8 @@ def trace_call(
     mode: FakeTensorMode, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.GraphModule:
     """The ATen calls of a function: a module of the tensors among its arguments, in order, which
-    returns the result in a tuple.
-
-    Args:
-        mode: of the tensors.
-        function: makes no tensor out of Python's numbers, and reads no tensor's values.
-        args: its arguments, tensors fake.
-        kwargs: others by name.
-    """
+    returns the result in a tuple. Tensors are fake. The function makes no tensor out of Python's
+    numbers, and reads no tensor's values."""
     given = (args, dict(kwargs))
 
     def call(*tensors: Tensor) -> tuple[Tensor]:

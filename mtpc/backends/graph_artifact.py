@@ -12,13 +12,8 @@ from mtpc.capture.graph import StepGraph, get_tensor, set_tensor
 
 @dataclass(frozen=True)
 class GraphArtifact:
-    """A graph without tensors, and what its backend does when they are there.
-
-    Attributes:
-        package: names and forms of the tensors.
-        graph: after all passes; its tensors have no memory.
-        backend: lowers and captures it.
-    """
+    """A graph after all passes, without tensors, and what its backend does when they are there: the
+    forms of these, by name, are in `package`."""
 
     package: Package
     graph: StepGraph

@@ -162,11 +162,7 @@ def static_tensors(graph: StepGraph) -> dict[str, Tensor]:
 
 
 def check_addresses(graph: StepGraph, captured: Mapping[str, int]) -> None:
-    """Check that the tensors of a step are still where they were at capture.
-
-    Args:
-        graph: the step.
-        captured: data pointers at capture, by name.
+    """Check that the tensors of a step are still where they were at capture, by data pointers.
 
     Raises:
         CaptureError: a tensor has another address.

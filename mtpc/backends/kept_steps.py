@@ -47,12 +47,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Artifacts:
-    """What torch's caches have taken or served for a while.
-
-    Attributes:
-        data: all of it; empty if there was nothing.
-        names: what it is.
-    """
+    """What torch's caches have taken or served for a while, by names; `data` is empty if there was
+    nothing."""
 
     data: bytes = b""
     names: Names = frozenset()
@@ -60,14 +56,11 @@ class Artifacts:
 
 @dataclass(frozen=True)
 class KeptSteps:
-    """A `Lower` that keeps in the graph cache what another one makes.
+    """A `Lower` that keeps in the graph cache what another one makes. `machine` has key fields of
+    the device and its compilers.
 
-    Attributes:
-        store: the graph cache.
-        machine: key fields of the device and its compilers.
-        lower: lowers a step by Inductor.
-        note: is called with a line when an entry is refused, or cannot be kept.
-        report: is called with a line when another process lowers the step, which this one awaits.
+    `note` is called with a line when an entry is refused, or cannot be kept; `report` when another
+    process lowers the step, which this one awaits.
     """
 
     store: EntryStore

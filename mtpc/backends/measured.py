@@ -31,13 +31,10 @@ Times = Callable[[], Mapping[str, float]]
 
 @dataclass
 class Table:
-    """The rows of one kind of device.
+    """The rows of one kind of device, which devices of that kind share.
 
-    Attributes:
-        store: the graph cache; None: measurements last as long as this object.
-        device: name of the kind; devices of one kind share rows.
-        report: receives a line for each measurement.
-        known: digest of a row's key -> what `choose` returns for it.
+    Without a store, measurements last as long as this object. `report` receives a line for each.
+    `known` has, by the digest of a row's key, what `choose` returns for it.
     """
 
     store: EntryStore | None
@@ -52,14 +49,12 @@ class Table:
         key: Mapping[str, str],
         measure: Callable[[], list[float]],
     ) -> tuple[str, tuple[str, ...]]:
-        """The fastest of some ways to do one thing; the default where nothing can be measured.
+        """The fastest of some ways to do one thing; the default, which comes first, where nothing
+        can be measured.
 
-        Args:
-            what: the thing, for messages.
-            names: of the ways, the default first.
-            key: what their times depend on, but for the device.
-            measure: the seconds of each, in order; infinite where the device refuses it. Raises
-                BackendError where nothing can be measured.
+        `key` is what their times depend on, but for the device. `measure` gives the seconds of
+        each, in order; infinite where the device refuses it. It raises BackendError where nothing
+        can be measured.
 
         Returns:
             The name of a way; and notes: why it was measured again, could not be, or is not kept.

@@ -35,12 +35,8 @@ _DATA_SHAPED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor on a block, without a reference that would keep the block in use.
-
-    Attributes:
-        block: uint8 [bytes].
-        like: a tensor of the same dtype, sizes, strides and offset, on the device "meta".
-    """
+    """A tensor on a block, uint8 [bytes], without a reference that would keep the block in use.
+    `like` is of the same dtype, sizes, strides and offset, on the device "meta"."""
 
     block: Tensor
     like: Tensor
@@ -54,13 +50,8 @@ class Place:
 
 @dataclass(frozen=True)
 class _Use:
-    """A block in use.
-
-    Attributes:
-        block: the block.
-        nbytes: number of bytes that were asked for.
-        storage: a weak reference to the storage that tensors on the block share.
-    """
+    """A block in use, of which `nbytes` were asked for, with a weak reference to the storage that
+    tensors on it share."""
 
     block: Tensor
     nbytes: int
@@ -143,14 +134,8 @@ class TapeEntry:
 
 @dataclass
 class Tape:
-    """A captured step.
-
-    Attributes:
-        entries: operators in order.
-        addresses: data pointer of each static tensor at capture, by name.
-        replays: number of replays.
-        host_writes: number of writes to static buffers between replays.
-    """
+    """A captured step: operators in order, data pointers of static tensors at capture, by name, and
+    the numbers of replays and of writes to static buffers between them."""
 
     entries: list[TapeEntry] = field(default_factory=list)
     addresses: dict[str, int] = field(default_factory=dict)
@@ -237,14 +222,8 @@ class NullDevice(EagerBackend):
 class NullGraphs:
     """`graphs.Graphs` over tapes: the capture of a device backend, without its device.
 
-    Args:
-        free: bytes of device memory to report as free; None: not known.
-
-    Attributes:
-        tapes: recorded runs, in order.
-        warm_ups: number of runs outside of any graph.
-        free: bytes of device memory to report as free; None: not known.
-        pool: the memory of all temporaries.
+    `tapes` are recorded runs, in order, and `warm_ups` counts runs outside of any graph. `free`
+    bytes of device memory are reported as free; None: not known.
     """
 
     def __init__(self, free: int | None = None) -> None:

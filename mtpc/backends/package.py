@@ -54,12 +54,7 @@ class Package:
 
 @dataclass(frozen=True)
 class TapeArtifact:
-    """The artifact of the cpu backend.
-
-    Attributes:
-        package: what it is bound to.
-        tape: what `write_tape` wrote, or the file that holds it.
-    """
+    """The artifact of the cpu backend: what `write_tape` wrote, or the file that holds it."""
 
     package: Package
     tape: bytes | Path

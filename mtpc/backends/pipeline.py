@@ -38,13 +38,11 @@ def full_pipeline(
     sharding: Sharding | None = None,
     for_gpus: bool = True,
 ) -> tuple[Pass, ...]:
-    """Every pass, in order.
+    """Every pass, in order; the plan's options are theirs.
 
-    Args:
-        plan: says which token ids drafts may be, and by which scheme weights are quantised.
-        buffer_names: layout name by tensor id, for state that model pieces hold.
-        sharding: this rank's part of the model; None is the whole model.
-        for_gpus: whether to import those for GPUs, too. They run where something names them.
+    `buffer_names` has layout names by tensor id, for state that model pieces hold. Without a
+    `sharding`, the model is whole. Passes for GPUs need not be imported. They run where something
+    names them.
     """
     merge, entry, skinny, collectives, choices, invariant = _of_gpus(sharding, for_gpus)
     return (

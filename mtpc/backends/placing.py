@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Live:
-    """Memory that a step allocates: a temporary value, or scratch memory of an operator.
-
-    Attributes:
-        name: name of the node that allocates it.
-        nbytes: size, as torch's allocator rounds it.
-        first: index of the node that allocates it.
-        last: index of the last node that reads it or a view of it.
-    """
+    """Memory that a step allocates: a temporary value, or scratch memory of an operator, of a size
+    as torch's allocator rounds it. `first` is the index of the node that allocates it, and `last`
+    of the last that reads it or a view of it."""
 
     name: str
     nbytes: int

@@ -47,14 +47,9 @@ _DTYPES = {
 
 @dataclass
 class _Storage:
-    """Memory of a tape.
-
-    Attributes:
-        entry: how the tape makes it; for planned memory, without the offset.
-        base: storage offset, in elements, from which offsets of its views count.
-        first: number of the first call that uses it.
-        last: number of the last one.
-    """
+    """Memory of a tape: its entry, for planned memory without the offset; the storage offset, in
+    elements, from which offsets of its views count; and the numbers of the first and the last call
+    that use it."""
 
     entry: list[Any]
     base: int = 0
@@ -64,13 +59,8 @@ class _Storage:
 
 @dataclass
 class TapeRecorder:
-    """Makes the entries of one step.
-
-    Attributes:
-        storages: memory, by number.
-        tensors: entries of tensors and views, by number.
-        calls: entries of calls, in order of execution.
-    """
+    """Makes the entries of one step: memory, and tensors and views, by number; and calls, in order
+    of execution."""
 
     storages: list[_Storage] = field(default_factory=list)
     tensors: list[Entry] = field(default_factory=list)

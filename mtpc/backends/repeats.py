@@ -46,13 +46,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class CutStep:
-    """A flat graph in segments.
-
-    Attributes:
-        segments: in order of execution.
-        forms: the form of each segment, counted in the order in which forms begin.
-        tensors: the graph's placeholders -> their tensors.
-    """
+    """A flat graph in segments, in order of execution, with the form of each, counted in the order
+    in which forms begin, and the tensors of the graph's placeholders."""
 
     segments: tuple[Segment, ...]
     forms: tuple[int, ...]
@@ -74,11 +69,7 @@ class CutStep:
         return Counter(self.forms)
 
     def run_of(self, compiled: Sequence[Callable[..., Any]]) -> Run:
-        """A run of the whole step.
-
-        Args:
-            compiled: what computes each form: tensors -> its results.
-        """
+        """A run of the whole step, of what computes each form: tensors -> its results."""
         last = {node: i for i, s in enumerate(self.segments) for node in (*s.inputs, *s.outputs)}
         held = dict(self.tensors)
         plan = [
@@ -98,13 +89,9 @@ class CutStep:
 
 
 def cut_repeats(graph: fx.Graph, tensors: Sequence[Tensor]) -> CutStep:
-    """Cut a flat graph. It stays one segment if nothing repeats, or if a cut would separate a write
-    from the memory that it writes.
-
-    Args:
-        graph: returns nothing; every node has its value in "val".
-        tensors: of its placeholders, in order.
-    """
+    """Cut a flat graph that returns nothing, and whose nodes have their values in "val". It stays
+    one segment if nothing repeats, or if a cut would separate a write from the memory that it
+    writes. The tensors are those of its placeholders, in order."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     given = [node for node in graph.nodes if node.op == "placeholder"]
     cutter = _Cutter(calls, analyse(graph))

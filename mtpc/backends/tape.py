@@ -58,10 +58,8 @@ def open_tape(
     The kernels must be loaded before (`cpu_kernels.load_kernels`). The returned callable releases
     Python's lock. It must not run in two threads at the same time.
 
-    Args:
-        text: of the tape's file.
-        tensor_of: name -> tensor. The tape may write buffers (`is_buffer_name`), and no weight.
-        sizes: numbers for the sizes that the tape leaves open.
+    It may write buffers (`is_buffer_name`), and no weight. `sizes` has numbers for the sizes that
+    it leaves open.
 
     Raises:
         BackendError: the text is no tape of this version, a tensor does not fit it, or it writes a

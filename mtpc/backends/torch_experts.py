@@ -41,12 +41,8 @@ Race = Callable[[Function, fx.Node, StepGraph], tuple[bool, tuple[str, ...]]]
 
 
 def torch_bindings(capability: tuple[int, int] | None, race: Race) -> tuple[Binding, ...]:
-    """Candidates, to stand before mtpc's kernels.
-
-    Args:
-        capability: compute capability of the device; None: it is not NVIDIA's.
-        race: measures.
-    """
+    """Candidates, to stand before mtpc's kernels, for a compute capability of NVIDIA's. `race`
+    measures."""
     return tuple(
         Binding(
             "torch", references()[function.__name__], references()[function.__name__],

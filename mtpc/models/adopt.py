@@ -25,10 +25,6 @@ _DIRECTORY = "pass the checkpoint's directory instead"
 def check_object(model: Any, family: ModelFamily) -> None:
     """Refuse an object that mtpc would compute differently, or cannot compute.
 
-    Args:
-        model: an instance of the family's class.
-        family: names the class, and the modules that mtpc replaces.
-
     Raises:
         UnsupportedModelError: a forward that mtpc does not call is overridden or hooked; or tensors
             are on the meta device, on several devices, or of several dtypes.
@@ -99,11 +95,6 @@ def check_same_weights(model: Any, checkpoint: Checkpoint, family: ModelFamily) 
 
     An object made from a config has the name of the config's directory, and random weights. Drafts
     of the directory's MTP layers would never be accepted.
-
-    Args:
-        model: the object.
-        checkpoint: the checkpoint that its name says.
-        family: gives the names of stored tensors.
 
     Raises:
         CheckpointError: the embedding of the object differs from that of the checkpoint.

@@ -39,16 +39,9 @@ def paged_kv_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferS
 def kv_specs(
     layer: int, dtype: torch.dtype, heads: int, dims: tuple[int, int], window: int = 0
 ) -> tuple[BufferSpec, ...]:
-    """Page pools of K and V, [N, P, heads, width]; of a sliding-window layer rings, which have
-    `ring_pages(window)` pages per request slot.
-
-    Args:
-        layer: layer index.
-        dtype: of the cache.
-        heads: key/value heads.
-        dims: width of a key head and of a value head.
-        window: number of positions that a row attends to, its own included; 0 is all.
-    """
+    """Page pools of K and V, [N, P, heads, width], with a width of keys and one of values; of a
+    sliding-window layer rings, which have `ring_pages(window)` pages per request slot. The window
+    counts a row's own position; 0 is all."""
     made = []
     for role, what, width in zip(("k", "v"), ("keys", "values"), dims, strict=True):
         page = (P, heads, width)
@@ -62,13 +55,10 @@ def kv_specs(
 
 
 def quantised_pools(specs: tuple[BufferSpec, ...], dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """Buffers of a layer with codes in its page pools of K and V, and a scale a token and head.
+    """Buffers of a layer with codes of `dtype` in its page pools of K and V, and a scale a token
+    and head.
 
     Other buffers stay as they are: latents, rings, recurrent state and compressed entries.
-
-    Args:
-        specs: of the layer.
-        dtype: of the codes.
     """
     found: list[BufferSpec] = []
     for spec in specs:
@@ -84,14 +74,7 @@ def quantised_pools(specs: tuple[BufferSpec, ...], dtype: torch.dtype) -> tuple[
 
 
 def paged_spec(name: str, page: tuple[Any, ...], dtype: torch.dtype, meaning: str) -> BufferSpec:
-    """A pool of pages that the block table names.
-
-    Args:
-        name: of the buffer.
-        page: shape of a page, its P tokens first.
-        dtype: element type.
-        meaning: what a page holds.
-    """
+    """A pool of pages that the block table names. A page has this shape, its P tokens first."""
     return BufferSpec(name, (N, *page), dtype, 0, STEP, meaning, needs_pad=False, is_paged=True)
 
 
@@ -243,10 +226,10 @@ cache's `update`, and `attend` is the attention of query [1, N, T, D] to it, [1,
 
 
 class CachePool(nn.Module):
-    """The state tensors of all layers as module buffers, so that traces have them by name.
+    """The state tensors of all layers as module buffers, so that traces have them by name: page
+    pools, rings and other state, `kv.<layer>.<role>`.
 
     Args:
-        tensors: page pools, rings and other state by buffer name, `kv.<layer>.<role>`.
         num_slots: request slots, the scratch slot included.
         kinds: see `ModelFamily.cache_kinds`.
         images: what rows read of a prompt's images; None: there are none.

@@ -36,18 +36,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compress(part: Any, hidden: Tensor, rows: Rows, ring: SlotRing, entries: Tensor) -> None:
-    """Write the entries of the windows that a forward closes, and keep the forward's inputs.
+    """Write the entries of the windows that a forward closes, and keep the forward's inputs, [T,
+    H].
 
     For the compressor of HCA, and for those of CSA and its indexer, where an entry reads the window
     before its own, too. There the first half of a token's features is for the next window and the
-    second half for its own.
-
-    Args:
-        part: transformers' compressor or indexer; gives the parameters.
-        hidden: [T, H].
-        rows: of the forward.
-        ring: inputs, [S, places, 2C]. C is the head size, or twice that if windows overlap.
-        entries: [S, E, D].
+    second half for its own. `ring` has inputs [S, places, 2C], where C is the head size, or twice
+    that if windows overlap; entries are [S, E, D]. `part`, transformers' module, gives the
+    parameters.
     """
     ratio, overlaps = part.compress_rate, part.kv_proj.out_features == 2 * part.head_dim
     fresh = torch.cat([part.kv_proj(hidden), part.gate_proj(hidden)], -1)
@@ -91,12 +87,9 @@ def angles(part: Any, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 def choose_entries(indexer: Any, hidden: Tensor, query: Tensor, rows: Rows, keys: Tensor) -> Tensor:
     """Choose for each row, in a CSA layer, the visible entries with the highest scores.
 
-    Args:
-        indexer: transformers' `DeepseekV4Indexer`; gives the parameters.
-        hidden: [T, H].
-        query: the attention's low-rank query, [T, q_lora_rank].
-        rows: of the forward.
-        keys: entries of the indexer, [S, E, D], those of this forward included.
+    Takes hidden [T, H], the attention's low-rank query [T, q_lora_rank], and the indexer's entries
+    `keys` [S, E, D], those of this forward included. transformers' `DeepseekV4Indexer` gives the
+    parameters.
 
     Returns:
         int32 [T, min(index_topk, E)]: places in the entries of all request slots, slot * E + entry,
@@ -121,15 +114,9 @@ def closed_windows(rows: Rows, ratio: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CompressedState:
-    """State of one attention layer by request slot.
-
-    Attributes:
-        window: ring of the last keys, which are also the values, [S, places, D].
-        raw: ring of the compressor's inputs, [S, places, 2C].
-        entries: compressed entries, [S, E, D].
-        index_raw: as `raw`, for the indexer.
-        index_entries: as `entries`, for the indexer.
-    """
+    """State of one attention layer by request slot: the ring of the last keys, which are also the
+    values, [S, places, D]; the ring of the compressor's inputs, `raw` [S, places, 2C]; and
+    compressed entries, [S, E, D]. The indexer has the last two of its own."""
 
     window: Tensor
     raw: Tensor | None = None
@@ -141,18 +128,8 @@ class CompressedState:
         self, attention: Any, query: Tensor, fresh: Tensor, masks: WindowMasks,
         *entries: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Attend to the window and to entries, then keep the fresh keys.
-
-        Args:
-            attention: the `WindowedAttention`; gives sinks, scale and window.
-            query: [T, N, D].
-            fresh: keys of this forward, which are also the values, [T, D].
-            masks: of the forward.
-            entries: see `WindowedAttention._entries`.
-
-        Returns:
-            [T, N, D].
-        """
+        """Attend to the window and to entries (`WindowedAttention._entries`), then keep the fresh
+        keys, which are also the values, [T, D]. query and result are [T, N, D]."""
         out = ops.slot_attention(
             query,
             fresh,

@@ -36,12 +36,9 @@ def derive(
     architectures: Iterable[str], entries: Mapping[str, Any] = NO_ENTRIES
 ) -> ModelFamily | None:
     """The family of transformers' class of one of these names; None if it has no such causal LM.
+    `entries` of its config say whether the model has MTP layers.
 
     A multimodal class stands for its language model.
-
-    Args:
-        architectures: names of classes.
-        entries: of the config, which say whether the model has MTP layers.
 
     Raises:
         UnsupportedModelError: the class is an encoder, or attends to one.
@@ -60,12 +57,9 @@ def derive(
 
 def borrow(architectures: Iterable[str], entries: Mapping[str, Any]) -> ModelFamily | None:
     """The family of a model type that runs on the class of another model; None for other types.
+    transformers may have no class of the name in config.json.
 
     Sarvam's two types run on the classes of GLM-4.5 and DeepSeek-V3, with configs of their own.
-
-    Args:
-        architectures: what config.json names; transformers may have no such class.
-        entries: of the config.
     """
     names, model_type = tuple(architectures), str(entries.get("model_type"))
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "")

@@ -36,13 +36,7 @@ _WITHOUT = "use spec_tokens=0 to decode without drafts"
 
 
 def with_mtp_layers(family: ModelFamily, kind: Any, entries: Mapping[str, Any]) -> ModelFamily:
-    """A derived family with the MTP layers of its config; the family itself if that counts none.
-
-    Args:
-        family: of the class.
-        kind: transformers' class of the causal LM.
-        entries: of the config.
-    """
+    """A derived family with the MTP layers of its config; the family itself if that counts none."""
     if not (entries.get(_COUNT) or entries.get("num_nextn_predict_layers")):
         return family
     ignored = kind._keys_to_ignore_on_load_unexpected or ()

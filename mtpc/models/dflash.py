@@ -142,14 +142,7 @@ def _causal(entries: Mapping[str, Any], config: Any, where: Any) -> tuple[bool, 
 
 
 class DFlashLayer(DrafterLayer):
-    """A block drafter, with its layers in `block`.
-
-    Args:
-        wiring: names its parts.
-        config: the drafter's.
-        index: layer index of its first layer's cache.
-        own: see `DrafterLayer`.
-    """
+    """A block drafter, with its layers in `block`. The caches of these begin at layer `index`."""
 
     config: DFlashConfig
 

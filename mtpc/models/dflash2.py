@@ -71,12 +71,7 @@ class DFlash2Config:
 
 
 class BlockConvolution(nn.Module):
-    """Mixes rows with those before them in a block, before and after a part of a layer.
-
-    Args:
-        hidden: width of a row.
-        config: the drafter's.
-    """
+    """Mixes rows with those before them in a block, before and after a part of a layer."""
 
     def __init__(self, hidden: int, config: DFlash2Config):
         super().__init__()
@@ -128,13 +123,7 @@ class ConvolvedLayer(qwen3.Qwen3DecoderLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Adds to the largest logits what the token before a draft says, and leaves no others.
-
-    Args:
-        hidden: width of features.
-        size: of the vocabulary.
-        config: the drafter's.
-    """
+    """Adds to the largest logits what the token before a draft says, and leaves no others."""
 
     def __init__(self, hidden: int, size: int, config: DFlash2Config):
         super().__init__()

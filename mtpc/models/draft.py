@@ -28,11 +28,6 @@ KINDS = (
 def drafted_family(family: ModelFamily, checkpoint: Checkpoint, config: Any) -> ModelFamily:
     """The family of a target with the drafter of its checkpoint.
 
-    Args:
-        family: of the target alone.
-        checkpoint: of both, a `PairedCheckpoint`.
-        config: of the target's language model.
-
     Raises:
         CheckpointError: the drafter does not fit the target, or lacks what it needs.
         UnsupportedModelError: the drafter or the target has parts that mtpc does not know.

@@ -58,11 +58,8 @@ class DrafterConfig:
 
 
 class CapturingTarget(HFTarget):
-    """The decoder over flat tokens: (ids [T], *metadata) -> features [T, H], captured [T, n H].
-
-    Args:
-        layer_ids: the layers whose inputs are captured, ascending.
-    """
+    """The decoder over flat tokens: (ids [T], *metadata) -> features [T, H], captured [T, n H]: the
+    inputs of layers `layer_ids`, ascending."""
 
     def __init__(
         self, layer_ids: tuple[int, ...], decoder: Any, pool: CachePool, wiring: MTPWiring
@@ -103,17 +100,9 @@ class CapturingTarget(HFTarget):
 class DrafterLayer(MTPLayer):
     """A drafter with a checkpoint of its own, in place of an MTP layer.
 
-    It has `projection` (fc), norms, `rotary`, and what is its own of embedding, head and `d2t`.
-
-    Args:
-        wiring: names its parts.
-        config: the drafter's.
-        own: what it has of its own, of "embedding", "head" and "d2t"; the rest is None.
-        norm: transformers' class of its norms.
-        rotary: transformers' class of its rotary embedding.
-
-    Attributes:
-        d2t: int64 [V_d], what to add to a row of the head for its token id; None: nothing.
+    It has `projection` (fc), norms and `rotary`, of transformers' classes, and what is its `own` of
+    "embedding", "head" and "d2t"; the rest is None. d2t, int64 [V_d], is what to add to a row of
+    the head for its token id.
     """
 
     d2t: Tensor | None
@@ -191,13 +180,8 @@ def draft_vocabulary(layer: Any) -> DraftVocabulary | None:
 
 @dataclass(frozen=True)
 class Pairing:
-    """A target and the drafter of its checkpoint, which must fit each other.
-
-    Attributes:
-        family: the target's.
-        checkpoint: the target's, with the drafter's.
-        target: the target's config, of its language model.
-    """
+    """A target, with its config of the language model, and the drafter of its checkpoint, which
+    must fit each other."""
 
     family: ModelFamily
     checkpoint: PairedCheckpoint
@@ -216,11 +200,7 @@ class Pairing:
 
     def read_layers(self, kind: Any, entries: Mapping[str, Any], what: str) -> tuple[Any, int, int]:
         """The config of a drafter's layers, rows of its head, and the width of a captured row.
-
-        Args:
-            kind: transformers' class of the config.
-            entries: of the drafter.
-            what: the drafter is, for messages.
+        `kind` is transformers' class of the config; messages say what the drafter is.
 
         Raises:
             CheckpointError: the drafter was made for a target of other sizes, or lacks the map of
@@ -260,11 +240,8 @@ class Pairing:
         return int(self.target.num_hidden_layers) // self.family.caches_per_layer
 
     def check_layer_ids(self, ids: Any, entry: str) -> tuple[int, ...]:
-        """Layers whose inputs are captured, ascending; their number stands for the final norm.
-
-        Args:
-            ids: as the config has them.
-            entry: of config.json that says them.
+        """Layers whose inputs are captured, ascending, as an entry of config.json has them; their
+        number stands for the final norm.
 
         Raises:
             CheckpointError: they are no different layers of the target.
@@ -298,13 +275,9 @@ class Pairing:
         kind: Callable[[MTPWiring, Config, int, Collection[str]], Any],
         **more: Any,
     ) -> ModelFamily:
-        """The target's family with a drafter whose layers have pages of keys and values.
-
-        Args:
-            config: the drafter's.
-            wiring: names the drafter's parts.
-            kind: (wiring, config, layer index, what it has of its own) -> the drafter.
-            **more: further fields of the family.
+        """The target's family with a drafter whose layers have pages of keys and values. `kind`
+        makes it: (wiring, config, layer index, what it has of its own) -> the drafter. `more` are
+        further fields.
 
         Raises:
             CheckpointError: the drafter lacks an embedding or a head that the target's cannot stand

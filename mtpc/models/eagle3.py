@@ -122,14 +122,7 @@ def authors_layers(layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Layer(DrafterLayer):
-    """An EAGLE-3 head.
-
-    Args:
-        wiring: names its parts.
-        config: the head's.
-        index: layer index of its cache.
-        own: see `DrafterLayer`.
-    """
+    """An EAGLE-3 head, whose cache is that of layer `index`."""
 
     config: Eagle3Config
 

@@ -240,11 +240,7 @@ def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
 
 
 def check_computed(entries: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
-    """Check entries of config.json, of which an absent or null one is right.
-
-    Args:
-        entries: those of the config.
-        computed: see `ModelFamily.computed`.
+    """Check entries of config.json by `ModelFamily.computed`. An absent or null one is right.
 
     Raises:
         UnsupportedModelError: one asks for what is not computed.

@@ -23,11 +23,8 @@ from mtpc.weights.json_file import check_counts
 class Shapes:
     """A model whose weights have no values.
 
-    Attributes:
-        loaded: the model.
-        scheme: name of the scheme by which its checkpoint is quantised, where there are no headers
-            that say so for each weight; else None.
-        has_headers: whether files of weights say what is stored.
+    `scheme` is the name of that by which its checkpoint is quantised, where there are no headers
+    that say so for each weight; else None.
     """
 
     loaded: LoadedModel
@@ -37,15 +34,11 @@ class Shapes:
 
 def load_shapes(directory: Path, dtype: str | None, needs_mtp: bool) -> Shapes:
     """A checkpoint by its headers; by its config.json, if the directory holds no weight file.
-
-    Args:
-        directory: with config.json, or a GGUF file.
-        dtype: name of the dtype of the weights; None takes the checkpoint's.
-        needs_mtp: whether MTP layers are required.
+    Without a `dtype`, weights have the checkpoint's.
 
     Raises:
-        CheckpointError: as `load` and `load_config`; or config.json says that weights are
-            quantised in a way that only their headers tell.
+        CheckpointError: as `load` and `load_config`; or config.json says that weights are quantised
+            in a way that only their headers tell.
         UnsupportedModelError: as `load`.
     """
     directory = find_directory(directory, needs="config")
@@ -98,15 +91,11 @@ def _scheme(file: ConfigFile) -> str | None:
 
 
 def load_config(directory: Path, dtype: str | None, needs_mtp: bool) -> LoadedModel:
-    """The model that a config.json describes.
+    """The model that a config.json describes. Without a `dtype`, weights have config.json's, or
+    bfloat16.
 
     An embedding and a head that a checkpoint may store with an MTP layer are taken for the
     target's.
-
-    Args:
-        directory: with config.json.
-        dtype: name of the dtype of the weights; None takes config.json's, or bfloat16.
-        needs_mtp: whether MTP layers are required.
 
     Raises:
         CheckpointError: config.json is missing or invalid, or does not describe such a model.

@@ -40,13 +40,8 @@ TARGETS = {
 
 
 class AssistantLayer(MTPLayer):
-    """An assistant: projections, layers below `block.model`, `final_norm` and `head`.
-
-    Args:
-        wiring: names its parts.
-        assistant: transformers' model of the assistant.
-        kv_layers: layer type -> the target's layer whose keys and values are attended to.
-    """
+    """An assistant: projections, layers below `block.model`, `final_norm` and `head`. For each
+    layer type, `kv_layers` says which layer's keys and values of the target are attended to."""
 
     def __init__(self, wiring: MTPWiring, assistant: Any, kv_layers: Mapping[str, int]):
         nn.Module.__init__(self)
@@ -100,12 +95,8 @@ class AssistantDraft(DrafterPass):
 
 
 class OrderedHead(nn.Module):
-    """A head over the tokens of the best clusters; other tokens get -inf.
-
-    Args:
-        head: H_a -> V.
-        clusters: transformers' module: `centroids`, and `token_ordering`, the tokens by cluster.
-    """
+    """A head H_a -> V over the tokens of the best clusters; other tokens get -inf. `clusters` is
+    transformers' module: `centroids`, and `token_ordering`, the tokens by cluster."""
 
     ordering: Tensor
 

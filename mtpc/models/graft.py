@@ -41,9 +41,7 @@ class Grafted:
     """A checkpoint that was written.
 
     Attributes:
-        tensors: number of MTP tensors.
-        nbytes: their bytes.
-        others: number of other tensors.
+        tensors: number of MTP tensors, which have `nbytes` bytes; `others`: of other tensors.
         replaced: MTP tensors of the fine-tune, which are left out.
         entries: entries of config.json that were added or changed.
         left_out: copies of the base's embedding and head that the fine-tune's vocabulary does not

@@ -37,11 +37,8 @@ def shards_of(name: str, stored: Container[str]) -> tuple[str, ...]:
 
 
 class HeaderWeights:
-    """The weights of one checkpoint, while a model is loaded from its headers.
-
-    Args:
-        checkpoint: whose headers say dtypes and shapes.
-    """
+    """The weights of one checkpoint, while a model is loaded from its headers, which say dtypes and
+    shapes."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._checkpoint = checkpoint

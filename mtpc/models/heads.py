@@ -30,10 +30,6 @@ class OwnHead(nn.Module):
     """Features [..., H] -> logits [..., V], by the forward of a causal LM around its decoder.
 
     It scales, caps or norms them as the class does.
-
-    Args:
-        model: transformers' model; it does not change.
-        decoder: name of the child that is its decoder.
     """
 
     def __init__(self, model: nn.Module, decoder: str):

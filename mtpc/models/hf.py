@@ -106,10 +106,6 @@ class OrderedRotary(nn.Module):
 
     transformers asks for each type once in a forward, in the order of a set. That order differs
     from process to process, and so would the traced graph.
-
-    Args:
-        rotary: transformers' module.
-        kinds: the layer types, in the order to compute them.
     """
 
     def __init__(self, rotary: nn.Module, kinds: Sequence[str]):
@@ -129,15 +125,9 @@ class MTPLayer(nn.Module):
 
     Submodules have the names of `MTPWiring`'s attributes, which give their checkpoint names.
 
-    Args:
-        wiring: how the layer joins embedding and features.
-        config: the language model's.
-        block: the decoder block.
-        norm_class: RMSNorm class of the target.
-        stream_head: joins residual streams for the head; None for layers without them.
-
     Attributes:
         final_norm: the norm after the block; see `final_norm_of` where the wiring names none.
+        stream_head: joins residual streams for the head; None for layers without them.
         head: the layer's own output head, H -> V; None: the target's.
         embedding: the layer's own token embedding [V, H]; None: the target's.
         tp_plan: of a drafter, rules of transformers' tensor plan by names of the layer's modules;
@@ -174,14 +164,9 @@ class MTPLayer(nn.Module):
         self.head = self.embedding = None
 
     def join(self, embedding: Tensor, features: Tensor, positions: Tensor) -> Tensor:
-        """The block's input, of the shape of `features`.
-
-        Args:
-            embedding: of the rows' token ids, [..., T, H].
-            features: [..., T, H]. If they have a projection of their own, [..., T, streams, H], or
-                [..., T, streams * H].
-            positions: int64 [T].
-        """
+        """The block's input, of the shape of `features` [..., T, H]. If they have a projection of
+        their own, they are [..., T, streams, H], or [..., T, streams * H]. Embeddings of the rows'
+        token ids are [..., T, H], and positions int64 [T]."""
         if self.wiring.zero_first_embedding:
             embedding = torch.where(positions[..., None] == 0, 0, embedding)
         parts = [self.embedding_norm(embedding), self.hidden_norm(features)]
@@ -233,14 +218,9 @@ def run_mtp_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """Run an MTP layer over flat rows, without its final norm.
 
-    Args:
-        layer: the MTP layer.
-        rotary: the layer's rotary embedding.
-        embedding: of the rows' token ids, [T, H].
-        features: of the rows, [T, H].
-        context: in place of transformers' cache; has `positions` [T], `layers` and `update`.
-        rotated: what the rotary embedding takes, see `TextRotary`; None: the positions.
-        options: of the block.
+    Takes the embedding of the rows' token ids and their features, [T, H] both. `context` is in
+    place of transformers' cache; it has `positions` [T], `layers` and `update`. `rotated` is what
+    the rotary embedding takes, see `TextRotary`; None: the positions. `options` are the block's.
 
     Returns:
         Hidden states before the final norm, [T, H]; what else the block gives, or None.
@@ -272,12 +252,6 @@ class HFDraft(nn.Module):
 
     Features are the hidden states before or after the layer's final norm, see
     `WiringRules.next_features`.
-
-    Args:
-        decoder: the target's decoder; gives the embedding if the layer has none.
-        rotary: the layer's rotary embedding.
-        layer: the MTP layer.
-        pool: state of all layers.
     """
 
     def __init__(self, decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool):
@@ -324,12 +298,8 @@ class LaterDraft(HFDraft):
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """The vocabulary of a drafter whose head has rows for some tokens only.
-
-    Attributes:
-        tokens: rows of the head, int64 [R] -> token ids [R].
-        logits: logits of its rows [R, V_d] -> of all tokens [R, V].
-    """
+    """The vocabulary of a drafter whose head has rows for some tokens only: `tokens` makes token
+    ids of rows, int64 [R], and `logits` those of all tokens [R, V] of its rows' [R, V_d]."""
 
     tokens: nn.Module
     logits: nn.Module

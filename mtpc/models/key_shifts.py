@@ -24,9 +24,6 @@ class KeyShifts(nn.Module):
 
     Layers without a bias of the key projection have none. Neither have those where scores are more
     than products: with sinks, a cap, or a norm of keys behind the projection.
-
-    Args:
-        decoder: transformers' decoder.
     """
 
     share: Tensor

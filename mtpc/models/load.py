@@ -199,13 +199,8 @@ class LoadedModel:
 
 
 class SteppedModel:
-    """A `LoadedModel` over given state tensors, as a `mtpc.step.model.StepModel`.
-
-    Args:
-        loaded: the model.
-        pools: state tensors by buffer name: `kv.<layer>.<role>`, and those of `image_specs`.
-        num_slots: request slots, the scratch slot included.
-    """
+    """A `LoadedModel` over given state tensors, as a `mtpc.step.model.StepModel`. Their names are
+    `kv.<layer>.<role>`, and those of `image_specs`; `num_slots` counts the scratch slot."""
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
@@ -375,13 +370,8 @@ def read_target(
     dtype: str | None,
     headers: HeaderWeights | None = None,
 ) -> Any:
-    """transformers' own model of a checkpoint's target, with eager attention and experts.
-
-    Args:
-        checkpoint: holds the tensors.
-        family: gives the model's class.
-        dtype: name of the dtype to load it in; None keeps the checkpoint's.
-        headers: what to fill it with in place of tensors, which are not read then.
+    """transformers' own model of a checkpoint's target, with eager attention and experts. Without a
+    `dtype`, weights keep the checkpoint's. With `headers`, no tensor is read.
 
     Raises:
         CheckpointError: tensors are missing, or transformers refuses them or config.json.

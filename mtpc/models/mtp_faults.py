@@ -26,13 +26,8 @@ _COUNT = MTP_COUNT_NAMES[-1]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
-
-    Attributes:
-        kind: "absent", "count", "quantised", "not finite", "all zero", "misfit" or "other base".
-        problem: what was found.
-        remedy: what to do.
-    """
+    """One thing that is wrong, and what to do. Kinds are "absent", "count", "quantised", "not
+    finite", "all zero", "misfit" and "other base"."""
 
     kind: str
     problem: str
@@ -41,13 +36,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class MTPTensors:
-    """The tensors of a checkpoint's MTP layers, by the names of its family.
-
-    Attributes:
-        files: the checkpoint's files.
-        family: its family.
-        config: transformers' config of the language model.
-    """
+    """The tensors of a checkpoint's MTP layers, by the names of its family. The config is that of
+    the language model."""
 
     files: CheckpointFiles
     family: ModelFamily
@@ -92,14 +82,9 @@ class MTPTensors:
 
 
 def find_faults(directory: Path, dtype: str | None = None) -> list[Fault]:
-    """What is wrong with the MTP tensors of a checkpoint; it reads these tensors and no other.
-
-    Args:
-        directory: the checkpoint.
-        dtype: name of the dtype that the weights are to be loaded in; None keeps their own.
-
-    Returns:
-        The faults; none says that the layers can be loaded, not that they fit the target.
+    """What is wrong with the MTP tensors of a checkpoint, to be loaded in `dtype` or their own; it
+    reads these tensors and no other. No fault says that the layers can be loaded, not that they fit
+    the target.
 
     Raises:
         CheckpointError: the checkpoint itself cannot be read.
@@ -153,12 +138,7 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
 
 
 def find_draft_faults(directory: Path, draft: Path, dtype: str | None = None) -> list[Fault]:
-    """What is wrong with a drafter in a checkpoint of its own.
-
-    Args:
-        directory: the target's checkpoint.
-        draft: the drafter's.
-        dtype: as for `find_faults`.
+    """What is wrong with a drafter in a checkpoint of its own; as `find_faults`.
 
     Raises:
         CheckpointError: a checkpoint cannot be read.

@@ -26,17 +26,11 @@ def load_mtp_layers(
     target: Any,
     headers: HeaderWeights | None = None,
 ) -> tuple[MTPLayer, ...]:
-    """All MTP layers of a checkpoint, with canonical modules.
-
-    Args:
-        checkpoint: holds the tensors.
-        family: gives names and wiring.
-        target: the transformers model.
-        headers: memory to fill them with; no tensor is read then.
+    """All MTP layers of a checkpoint, with canonical modules. With `headers`, no tensor is read.
 
     Raises:
-        CheckpointError: there is no layer, or not the number that the config announces; tensors
-            are missing, unexpected, misshapen or not finite.
+        CheckpointError: there is no layer, or not the number that the config announces; tensors are
+            missing, unexpected, misshapen or not finite.
         UnsupportedModelError: mtpc cannot chain so many layers of this family.
     """
     config, where = target.config.get_text_config(decoder=True), checkpoint.mtp_directory
@@ -100,14 +94,8 @@ def load_mtp_layer(
     index: int,
     headers: HeaderWeights | None = None,
 ) -> MTPLayer:
-    """Build MTP layer `index` and fill it from the checkpoint.
-
-    Args:
-        checkpoint: holds the tensors.
-        family: gives names and wiring.
-        target: the transformers model; the layer takes its classes and its dtype.
-        index: MTP layer, from 0.
-        headers: what to fill it with in place of tensors, which are not read then.
+    """Build MTP layer `index`, from 0, of the target's classes and dtype, and fill it from the
+    checkpoint. With `headers`, no tensor is read.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.
@@ -159,14 +147,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 def build_mtp_layer(
     family: ModelFamily, target: Any, index: int = 0, own: Collection[str] = ()
 ) -> MTPLayer:
-    """An MTP layer for a transformers model of the family; its weights are not set.
-
-    Args:
-        family: gives the wiring and the block.
-        target: the model.
-        index: MTP layer, from 0.
-        own: what the layer has of its own, of "embedding" and "head".
-    """
+    """MTP layer `index` for a transformers model of the family; its weights are not set. `own` is
+    what it has of its own, of "embedding" and "head"."""
     config, decoder = target.config.get_text_config(decoder=True), target.get_decoder()
     number = config.num_hidden_layers + index
     if family.make_layer is not None:
@@ -336,12 +318,8 @@ def dtypes_of(target: Any, family: ModelFamily) -> Callable[[str, bool], torch.d
 
 
 def check_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Check that names and shapes match a module's.
-
-    Args:
-        layer: the module.
-        tensors: by name within the module.
-        what: what the tensors belong to, for messages.
+    """Check that tensors, by name within a module, have its names and shapes. Messages say what
+    they belong to.
 
     Raises:
         CheckpointError: tensors are missing, unexpected or misshapen; the message lists them.

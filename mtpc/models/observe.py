@@ -124,11 +124,8 @@ def _expands(module: Any, latent: Tensor, rotated: Tensor, key: Tensor) -> bool:
 
 
 class _Mask:
-    """In place of a mask: the function of positions that transformers makes it from.
-
-    Args:
-        function: transformers' (batch, head, row's position, key's position) -> bool.
-    """
+    """In place of a mask: the function of positions that transformers makes it from, (batch, head,
+    row's position, key's position) -> bool."""
 
     def __init__(self, function: Callable[..., Tensor]):
         self.function = function
@@ -259,15 +256,9 @@ def run_decoder(model: Any, observer: Observer) -> None:
 def observe(
     kind: Any, config: Any, run: Callable[[Any, Observer], None] = run_decoder
 ) -> Mapping[int, LayerState]:
-    """What each layer of a decoder keeps.
+    """What each layer of a decoder keeps, by its index; layers that keep nothing are left out.
 
-    Args:
-        kind: transformers' class of the causal LM.
-        config: its config, which does not change.
-        run: runs layers of a model on the meta device, as `run_decoder` does.
-
-    Returns:
-        By layer index; layers that keep nothing are left out.
+    `run` runs layers of a model on the meta device, as `run_decoder` does.
 
     Raises:
         UnsupportedModelError: a step cannot run the class; the message says why.
@@ -300,11 +291,8 @@ def observe(
 
 
 class ObservedCaches:
-    """State buffers of a class's layers: `ModelFamily.cache_specs`.
-
-    Args:
-        look: config -> what its layers keep, by layer index.
-    """
+    """State buffers of a class's layers: `ModelFamily.cache_specs`. `look` makes of a config what
+    its layers keep, by layer index."""
 
     def __init__(self, look: Callable[[Any], Mapping[int, LayerState]]):
         self._look = look

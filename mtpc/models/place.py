@@ -10,11 +10,7 @@ from mtpc.models.mtp_layers import share_copies
 
 
 def place(loaded: LoadedModel, device: str) -> LoadedModel:
-    """Move a model that mtpc owns to a device.
-
-    Args:
-        loaded: its modules are changed.
-        device: as torch names it.
+    """Move a model that mtpc owns, whose modules are changed, to a device.
 
     Raises:
         OptionError: the user's model object is on another device; mtpc does not move it.

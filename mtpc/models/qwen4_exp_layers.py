@@ -51,25 +51,17 @@ class IndexedKV(PagedKV):
 
 @dataclass(frozen=True)
 class LinearState(RecurrentState):
-    """State of a Gated DeltaNet layer; with n-gram embeddings, the rings that these read.
-
-    Attributes:
-        ple_ids: token ids, int64 [S, places, 1].
-        ple_rows: inputs of the convolution, [S, places, streams * H].
-    """
+    """State of a Gated DeltaNet layer; with n-gram embeddings, the rings that these read: token
+    ids, int64 [S, places, 1], and inputs of the convolution, [S, places, streams * H]."""
 
     ple_ids: Tensor | None = None
     ple_rows: Tensor | None = None
 
 
 class BlockRotary(nn.Module):
-    """The rotary embedding of rows, and of the first positions of their blocks.
+    """The rotary embedding of rows, and of the first positions of their blocks of `ratio` tokens.
 
     (tensor of the wanted dtype and device, positions [T]) -> two pairs of cos and sin, [1, T, D].
-
-    Args:
-        rotary: of positions.
-        ratio: tokens of a block.
     """
 
     def __init__(self, rotary: TextRotary, ratio: int):
@@ -146,16 +138,9 @@ class BlockAttention(StandIn):
     def _index(
         self, hidden: Tensor, firsts: tuple[Tensor, ...], keys: Tensor, context: StepContext
     ) -> Tensor:
-        """Write the rows' indexer keys, and those of the blocks that they close.
-
-        Args:
-            hidden: [T, H].
-            firsts: cos and sin of the first position of each row's block, each [T, rope].
-            keys: the indexer's pages, [N, P, I].
-            context: of the forward.
-
-        Returns:
-            The indexer's queries, normed, [T, heads, I].
+        """Write the indexer keys of rows [T, H] to pages [N, P, I], and those of the blocks that
+        they close. `firsts` are cos and sin of the first position of each row's block, [T, rope].
+        Returns the indexer's queries, normed, [T, heads, I].
 
         Raises:
             OptionError: a page does not hold whole blocks.
@@ -236,16 +221,8 @@ class NGramLayer(StandIn):
     def _before(
         self, fresh: Tensor, count: int, gap: int, rows: Rows, ring: SlotRing, missing: int
     ) -> Tensor:
-        """Of each row, itself and what lies 1, 2, ... gaps before it: [T, count, D].
-
-        Args:
-            fresh: this forward's rows, [T, D].
-            count: places, the row's own included.
-            gap: positions from one to the next.
-            rows: of the forward.
-            ring: of earlier rows.
-            missing: what stands before the text.
-        """
+        """Of each row, itself and what lies 1, 2, ... gaps before it: [T, count, D]. This forward's
+        rows are `fresh` [T, D], and earlier ones in the ring; `missing` stands before the text."""
         back = torch.arange(count, device=fresh.device) * gap
         position = rows.position[:, None] - back
         found = ring.at(rows.request, position, fresh, rows)

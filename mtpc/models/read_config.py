@@ -86,11 +86,8 @@ def sub_configs(kind: Any) -> Mapping[str, Any]:
 
 
 def check_numbers(file: ConfigFile, kind: Any) -> None:
-    """Refuse sizes that are negative or huge. transformers would take them, and fail later.
-
-    Args:
-        file: config.json.
-        kind: transformers' class of the config. What it has a positive default for is a size.
+    """Refuse sizes that are negative or huge. transformers would take them, and fail later. What
+    transformers' class of the config has a positive default for is a size.
 
     Raises:
         CheckpointError: a size is wrong; the message names it.

@@ -25,15 +25,8 @@ def recurrent_specs(
 ) -> tuple[BufferSpec, ...]:
     """State buffers of one layer by request slot; see `mtpc.ops.recurrence`.
 
-    A request has one recurrent state, and the inputs of its last K_max + W - 1 positions.
-
-    Args:
-        what: name of the recurrence.
-        layer: layer index.
-        dtype: of the model.
-        matrices: shape of a request's state.
-        inputs: values that the recurrence takes per row.
-        width: W, of the convolution.
+    A request has one recurrent state, of the shape `matrices`, and the values that the recurrence
+    takes (`inputs` a row) of its last K_max + W - 1 positions. W is the width of the convolution.
     """
     wide, back = torch.promote_types(dtype, torch.float32), width - 1
     return (
@@ -78,18 +71,9 @@ class RecurrentLayer(StandIn):
         given: Mapping[str, Any],
         *options: int,
     ) -> Tensor:
-        """Run a recurrence on the layer's state, and update it.
-
-        Args:
-            operator: of `mtpc.ops`, whose arguments are in this order.
-            rows: its inputs, [T, ...].
-            weights: what it takes behind them.
-            given: the arguments of `forward`: the `StepContext` stands in the cache's place.
-            options: what it takes last.
-
-        Returns:
-            [T, HV, Dv].
-        """
+        """Run a recurrence on the layer's state, and update it: an operator of `mtpc.ops` on rows
+        [T, ...], weights, the state of the `StepContext` that is in the cache's place among the
+        arguments of `forward`, and options, in this order. Returns [T, HV, Dv]."""
         context = given["cache" if "cache" in given else "cache_params"]  # since, before 5.24
         state: RecurrentState = context.layers[self.layer_idx]
         return operator(

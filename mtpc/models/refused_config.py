@@ -86,10 +86,6 @@ def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
 def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
     """Within it, an error of any kind that transformers raises becomes one for the checkpoint.
 
-    Args:
-        file: the checkpoint's.
-        family: of its model.
-
     Raises:
         CheckpointError: it names the entry of config.json. If a model can be built from that, it is
             about the tensors.
@@ -118,13 +114,8 @@ def explaining(file: ConfigFile, family: ModelFamily) -> Iterator[None]:
 def misshapen(
     file: ConfigFile, family: ModelFamily, found: Iterable[tuple[str, Any, Any]]
 ) -> CheckpointError:
-    """The error for tensors of other shapes than config.json describes.
-
-    Args:
-        file: the checkpoint's.
-        family: of its model.
-        found: name, shape in the checkpoint and shape in the model of each.
-    """
+    """The error for tensors of other shapes than config.json describes: name, shape in the
+    checkpoint and shape in the model of each."""
     name, stored, described = min(found)
     sizes = [*_sizes_of(file, family, name)]
     on = f", by {', '.join(sizes)}" if sizes else ""

@@ -42,9 +42,6 @@ def max_positions(config: Any) -> int | None:
     That is `max_position_embeddings`, times the factor of the type linear, and for yarn
     `original_max_position_embeddings` times the factor, as vLLM derives `max_model_len`. Where
     types of layers differ, the least counts.
-
-    Args:
-        config: transformers', of the language model.
     """
     most = getattr(config, "max_position_embeddings", None)
     reaches = [_reach(most, part) for _, part in _parts(config)]
@@ -66,10 +63,6 @@ def _parts(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def check_rotary(config: Any, where: Path) -> None:
     """Refuse types that transformers does not have for text, and numbers that give no angles.
-
-    Args:
-        config: transformers', of the language model.
-        where: what it was read from, for messages.
 
     Raises:
         UnsupportedModelError: there is no such type.
@@ -101,11 +94,8 @@ def _is_positive(value: Any) -> bool:
 
 
 def with_fixed_angles(root: _Module, max_len: int) -> _Module:
-    """A model whose angles do not depend on the texts of a call, for texts of up to `max_len`.
-
-    Returns:
-        The model itself, if none do; else a copy of its modules, which share all other tensors.
-    """
+    """A model whose angles do not depend on the texts of a call, for texts of up to `max_len`:
+    itself, if none do; else a copy of its modules, which share all other tensors."""
     if not any(_kinds(module) for module in root.modules()):
         return root
     tensors = [*root.parameters(), *root.buffers()]

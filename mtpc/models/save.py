@@ -21,17 +21,12 @@ from mtpc.weights.shards import write_json
 def save_checkpoint(
     model: Any, mtp_layers: Sequence[MTPLayer], directory: Path, family: ModelFamily
 ) -> Path:
-    """Write a model and its MTP layers in the format that transformers, vLLM and mtpc read.
+    """Write a model and its MTP layers, in order, in the format that transformers, vLLM and mtpc
+    read.
 
-    Args:
-        model: a transformers model of the family's class.
-        mtp_layers: its MTP layers, in order; may be empty.
-        directory: where to write; created if it does not exist.
-        family: gives the tensor names and the architecture.
-
-    Returns:
-        `directory`. The MTP tensors are in `model.safetensors` or, if transformers wrote shards,
-        in a shard of their own that the index lists.
+    The directory is created if it does not exist, and returned. The MTP tensors are in
+    `model.safetensors` or, if transformers wrote shards, in a shard of their own that the index
+    lists.
     """
     model.save_pretrained(directory)
     named = dict(_named(model, mtp_layers, family))

@@ -167,12 +167,8 @@ class Gate(NamedTuple):
 
 
 class ClampedGate(NamedTuple):
-    """The same of experts with biases: the last arguments of `mtpc::biased_experts`, in order.
-
-    Attributes:
-        limit: bounds gate from above, and up on both sides.
-        alpha: of the gate's sigmoid.
-    """
+    """The same of experts with biases: the last arguments of `mtpc::biased_experts`, in order: what
+    bounds gate from above, and up on both sides, and alpha of the gate's sigmoid."""
 
     limit: float
     alpha: float
@@ -217,11 +213,7 @@ def gate_of(module: Any) -> Gate | ClampedGate | str | None:
 
 class StandIn(nn.Module):
     """A canonical module: it has all that transformers' module has, parameters, submodules and
-    settings, under their names, and a forward of its own.
-
-    Args:
-        source: transformers' module, which does not change.
-    """
+    settings, under their names, and a forward of its own."""
 
     def __init__(self, source: nn.Module):
         super().__init__()
@@ -241,11 +233,7 @@ def register_seams() -> None:
 
 def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Module:
     """Copy the module tree, share every tensor, select the "mtpc" seams, and set eval mode.
-
-    Args:
-        model: transformers' model; it does not change.
-        canonical: class name -> what makes the module that replaces one of that class.
-    """
+    `canonical` has, by class name, what makes the module that replaces one of that class."""
     register_seams()
     tensors = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(t): t for t in tensors})

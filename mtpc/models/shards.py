@@ -42,14 +42,9 @@ class Shard:
     parts: int = 1
 
     def ranges(self, size: int, rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) along `dim` of what a rank holds, in order.
+        """(start, stop) along `dim`, of this size, of what a rank holds, in order.
 
         A vocabulary that does not divide leaves the last ranks with less, as torch.chunk does.
-
-        Args:
-            size: of the dimension.
-            rank: from 0.
-            ranks: how many there are.
         """
         if self.kind == "replicated":
             return ((0, size),)
@@ -68,13 +63,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Style:
-    """What one of transformers' styles means.
-
-    Attributes:
-        kind: how it cuts a weight.
-        parts: as `Shard.parts`.
-        collective: what follows the module.
-    """
+    """What one of transformers' styles means: how it cuts a weight (`Shard`), and what follows the
+    module."""
 
     kind: Kind = "replicated"
     parts: int = 1
@@ -152,12 +142,7 @@ class ShardPlan:
             else style  # fmt: skip
 
     def shard(self, name: str, tensor: Tensor) -> Shard:
-        """How a weight is cut.
-
-        Args:
-            name: of the weight, as in `LoadedModel.weights`.
-            tensor: its shape is read.
-        """
+        """How a weight is cut, by its name in `LoadedModel.weights` and its shape."""
         own, module = self._generic(name), name.rpartition(".")[0]
         return self.style(own if own in self._rules else module).shard(tensor.dim())
 

@@ -100,14 +100,9 @@ class SlotRing:
         ops.write_cache(self.tensor, values, torch.where(kept, place, NO_SLOT), None)
 
     def at(self, request: Tensor, position: Tensor, fresh: Tensor, rows: Rows) -> Tensor:
-        """Rows at given positions of given requests, [J, W, ...].
-
-        Args:
-            request: index of a request, [J].
-            position: [J, W]. A position without a row gives an arbitrary row.
-            fresh: this forward's rows, [T, ...]; earlier ones come from the ring.
-            rows: of the forward.
-        """
+        """Rows at given positions [J, W] of given requests [J]: [J, W, ...]. This forward's are
+        `fresh` [T, ...]; earlier ones come from the ring. A position without a row gives an
+        arbitrary one."""
         context = rows.request_context[request][:, None]
         index = rows.request_start[request][:, None] + position - context
         index = index.clamp(min=0, max=fresh.shape[0] - 1)
@@ -119,13 +114,9 @@ class SlotRing:
 
 @dataclass(frozen=True)
 class WindowMasks:
-    """Which keys within a window each row of a forward sees; its own position is included.
-
-    Attributes:
-        rows: of the forward.
-        ring: bool [T, places], for the ring's contents before the forward.
-        fresh: bool [T, T], for the forward's own rows.
-    """
+    """Which keys within a window each row of a forward sees; its own position is included: of the
+    ring's contents before the forward, bool [T, places], and of its own rows (`fresh`), bool [T,
+    T]."""
 
     rows: Rows
     ring: Tensor
@@ -133,13 +124,8 @@ class WindowMasks:
 
     @classmethod
     def of(cls, metadata: Metadata, ring: SlotRing, window: int) -> WindowMasks:
-        """Compute the masks; all layers with rings of the same length share them.
-
-        Args:
-            metadata: of the forward.
-            ring: of any such layer.
-            window: number of positions that a row sees, its own included.
-        """
+        """Compute the masks for a number of positions that a row sees, its own included; all layers
+        with rings of the same length share them."""
         rows = Rows.of(metadata)
         own, held = rows.position[:, None], ring.positions(rows)
         old = (held >= 0) & (held > own - window) & rows.live[:, None]
@@ -151,12 +137,8 @@ class WindowMasks:
 @dataclass(frozen=True)
 class ClosedWindows:
     """Windows of `ratio` tokens whose last token is in this forward: at most J = T // ratio + R.
-
-    Attributes:
-        valid: bool [J], whether an entry is a window; the others are padding.
-        request: int64 [J], index of the window's request.
-        index: int64 [J], index of the window in its request.
-    """
+    `valid`, bool [J], is false in padding. Others have the request's index and their own in it,
+    int64 [J]."""
 
     valid: Tensor
     request: Tensor

@@ -54,12 +54,9 @@ def image_buffers(loaded: LoadedModel) -> tuple[BufferSpec, ...]:
 
 @dataclass(frozen=True)
 class ImagePatches:
-    """What transformers' image processor makes of one image.
-
-    Attributes:
-        tensors: what the tower takes, by the names that processor and tower have for it.
-        ids: the image's tokens in a prompt: image tokens, one for each embedding, and marks.
-    """
+    """What transformers' image processor makes of one image: `tensors` for the tower, by the names
+    that both have for them, and the image's tokens in a prompt: image tokens, one for each
+    embedding, and marks."""
 
     tensors: Mapping[str, Tensor]
     ids: list[int]
@@ -68,14 +65,7 @@ class ImagePatches:
 class VisionTower:
     """Makes embeddings of images, and the rotary positions of prompts with images.
 
-    Args:
-        checkpoint: holds the tower's tensors.
-        vision: names them.
-        dtype: of the tower and of the embeddings.
-        device: where it runs.
-
-    Attributes:
-        image_token_id: the token that stands for a part of an image.
+    The token `image_token_id` stands for a part of an image.
 
     Raises:
         CheckpointError: the tower's tensors or its config are missing, misshapen or not finite.
@@ -118,11 +108,8 @@ class VisionTower:
         return torch.cat(list(found.pooler_output))
 
     def split(self, made: Mapping[str, Any], tokens: Mapping[str, int]) -> list[ImagePatches]:
-        """What the processor made, image by image.
-
-        Args:
-            made: the processor's results.
-            tokens: ids of the tokenizer's own tokens, by their text.
+        """What the processor made, image by image. `tokens` are ids of the tokenizer's own tokens,
+        by their text.
 
         Raises:
             CheckpointError: the tokenizer lacks a mark.
@@ -130,16 +117,9 @@ class VisionTower:
         raise NotImplementedError
 
     def positions(self, is_image: Tensor, images: list[ImagePatches]) -> tuple[Tensor, int]:
-        """Rotary positions of a prompt's tokens.
-
-        Args:
-            is_image: bool [length], which tokens are of images.
-            images: the prompt's, in order.
-
-        Returns:
-            int32 [length, grids], what to add to the place of each token; and what to add after
-            them. No grids where positions are those of text.
-        """
+        """Rotary positions of a prompt's tokens, of which `is_image` [length] says which are of
+        images: int32 [length, grids], what to add to the place of each token; and what to add after
+        them. No grids where positions are those of text."""
         raise NotImplementedError
 
 

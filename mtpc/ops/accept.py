@@ -144,11 +144,7 @@ def stop(
 
 
 def empty_outcome(context_lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of `accept`, uninitialised.
-
-    Args:
-        context_lens: int32 [R].
-    """
+    """The results of `accept`, uninitialised, for context_lens int32 [R]."""
     anchors = context_lens.new_empty(context_lens.shape, dtype=torch.int64)
     remaining, new_lens = (anchors.new_empty(anchors.shape, dtype=torch.int32) for _ in range(2))
     return anchors, remaining, new_lens

@@ -102,14 +102,8 @@ def all_gather(part: Tensor, dim: int, size: int, group: str) -> Tensor:
     ),
 )
 def rank_part(whole: Tensor, dim: int, ranks: int, group: str) -> Tensor:
-    """This rank's part of a tensor that every rank has, cut into equal parts.
-
-    Args:
-        whole: its size along `dim` divides by the ranks.
-        dim: the dimension that is cut, from 0.
-        ranks: how many the group has.
-        group: name of the process group.
-    """
+    """This rank's part of a tensor that every rank has, cut along `dim`, from 0, into equal
+    parts."""
     own = whole.chunk(ranks, dim)[group_of(group).rank()]
     return own.clone(memory_format=torch.contiguous_format)
 
@@ -165,12 +159,8 @@ def vocab_max(logits: Tensor, step: int, group: str) -> tuple[Tensor, Tensor]:
 
 @operator(Traits("row", "moves", rows="value", features=0), "value")
 def first_rank(value: Tensor, group: str) -> Tensor:
-    """The first rank's tensor, on every rank: for choices on which all must agree.
-
-    Args:
-        value: of one shape and dtype on all ranks.
-        group: name of the process group.
-    """
+    """The first rank's tensor, of one shape and dtype, on every rank: for choices on which all must
+    agree."""
     told = value.clone(memory_format=torch.contiguous_format)
     dist.broadcast(told, group=group_of(group), group_src=0)
     return told

@@ -147,18 +147,8 @@ def sum_experts(
     expert_weights: Tensor,
     run: Callable[[int, Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum of `experts` in float32, with each expert computed by `run`.
-
-    Args:
-        x: [T, H].
-        count: number of experts.
-        expert_ids: as in `experts`.
-        expert_weights: as there.
-        run: (expert, x in float32) -> its result, float32 [T, H].
-
-    Returns:
-        float32 [T, H].
-    """
+    """The weighted sum of `count` experts in float32, with each expert computed by `run`: (expert,
+    x in float32) -> its result, float32 [T, H]."""
     numbers, out = x.float(), torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in range(count):
         chosen = expert_ids == expert

@@ -52,19 +52,8 @@ def add_rms_norm(
     plus_one: bool = False,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream after a block, and what the next block reads of it.
-
-    Args:
-        x: [..., N], of 16 bits.
-        added: as x.
-        weight: as in `rms_norm`, like the arguments that follow.
-        epsilon: as there.
-        plus_one: as there.
-        rows: as there, for both results.
-
-    Returns:
-        x + added, and its norm; both as x.
-    """
+    """The residual stream after a block, x + added, and what the next block reads of it, its norm;
+    both as x. Other arguments are those of `rms_norm`, `rows` for both results."""
     total = keep_rows((x + added).contiguous(), rows)
     return total, rms_norm(total, weight, epsilon, plus_one, rows)
 

@@ -122,18 +122,8 @@ def grouped_gated_linear(
     rows: Tensor | None = None,
 ) -> Tensor:
     """silu(x G^T) * (x U^T): `silu_and_mul` of a `grouped_linear`, rounded where they round.
-
-    Args:
-        x: bfloat16 [..., K].
-        codes: as in `grouped_linear`, of G [N / 2, K] and U [N / 2, K] as one.
-        scales: as there.
-        zeros: as there.
-        features: N, a multiple of 64.
-        rows: as there.
-
-    Returns:
-        bfloat16 [..., N / 2].
-    """
+    Arguments are those of `grouped_linear`, for G [N / 2, K] and U [N / 2, K] as one, with N a
+    multiple of 64 and bfloat16 x. Returns bfloat16 [..., N / 2]."""
     return silu_and_mul(grouped_linear(x, codes, scales, zeros, features, None, rows), rows)
 
 

@@ -27,15 +27,8 @@ def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random words.
-
-    Args:
-        counter: four words.
-        key: two words.
-
-    Returns:
-        Four words, of the shape that the arguments broadcast to.
-    """
+    """Four random words, of the shape that four words `counter` and two words `key` broadcast
+    to."""
     a, b, c, d = counter
     low, high = key
     for _ in range(ROUNDS):

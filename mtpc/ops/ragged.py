@@ -22,14 +22,11 @@ def request_of(token: Tensor, query_start_loc: Tensor) -> Tensor:
 
 
 def keep_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """x with zeros in the rows that are not in use.
+    """x with zeros in the rows that are not in use. `rows`, int [1], says how many leading rows of
+    x [..., N] are; None: all.
 
     The references of operators with an argument `rows` return this. Kernels may leave anything in
     these rows, and `clear_idle_rows` clears them where it matters.
-
-    Args:
-        x: [..., N], rows of N.
-        rows: int [1], how many leading rows are in use; None: all.
     """
     if rows is None:
         return x

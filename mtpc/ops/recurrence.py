@@ -61,12 +61,8 @@ class Rule(ABC):
 
     @abstractmethod
     def terms(self, taps: Tensor, rows: Tensor) -> Any:
-        """The inputs of the recurrence, a named tuple of tensors [..., HV, ...].
-
-        Args:
-            taps: [..., W, C], the inputs of the convolution.
-            rows: [..., >= C], the rows themselves.
-        """
+        """The inputs of the recurrence, a named tuple of tensors [..., HV, ...], of those of the
+        convolution, taps [..., W, C], and the rows themselves, [..., >= C]."""
 
     @abstractmethod
     def update(self, state: Tensor, terms: Any) -> Tensor:

@@ -21,11 +21,8 @@ _RESULTS: tuple[Any, ...] = (None, Tensor)
 
 
 def signature_of(reference: Any, taken: Iterable[str]) -> Signature:
-    """The Python signature of a reference, with the arguments that a replacement takes.
-
-    Args:
-        reference: the overload of an operator.
-        taken: names of these arguments. Arguments without a default must be among them.
+    """The Python signature of a reference, the overload of an operator, with the arguments that a
+    replacement takes. Those without a default must be among them.
 
     Raises:
         TypeError: the operator has no argument of a name, or needs one that is not taken.

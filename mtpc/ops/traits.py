@@ -108,11 +108,9 @@ def operator(
 ) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Declare the operator `mtpc::NAME`; NAME is the name of the function, its reference.
 
-    Args:
-        traits: of the operator.
-        result: what makes its results, uninitialised and dense, of arguments by their names; or the
-            name of the argument that its only result is like. None: it has none.
-        mutates_args: the arguments that it writes, as `torch.library.custom_op` has them.
+    `result` makes its results, uninitialised and dense, of arguments by their names; or is the name
+    of the argument that its only result is like; None: it has none. `mutates_args` are the
+    arguments that it writes, as `torch.library.custom_op` has them.
     """
     make = (lambda like: like.new_empty(like.shape)) if isinstance(result, str) else result
 

@@ -55,12 +55,8 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockRows:
-    """Rows [..., N, K] as a file has them.
-
-    Attributes:
-        block: their type; not one of plain numbers.
-        raw: uint8 [..., N, bytes of a row].
-    """
+    """Rows [..., N, K] as a file has them: uint8 [..., N, bytes of a row], of a type of blocks, not
+    of plain numbers."""
 
     block: Block
     raw: Tensor

@@ -303,11 +303,8 @@ def listing(names: list[str]) -> str:
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Refuse weights that hold NaN or infinity; they would decode to garbage without an error.
-
-    Args:
-        tensors: with their names.
-        what: what they belong to, for the message.
+    """Refuse weights that hold NaN or infinity; they would decode to garbage without an error. The
+    message says what they belong to.
 
     Raises:
         CheckpointError: some do; the message names the first of them.
@@ -316,11 +313,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
 
 
 def refuse_not_finite(bad: list[str], what: str) -> None:
-    """Raise one error for all tensors that hold NaN or infinity, if there are any.
-
-    Args:
-        bad: their names.
-        what: what they belong to, for the message.
+    """Raise one error for all tensors that hold NaN or infinity, if there are any. `bad` has their
+    names, and `what` says what they belong to.
 
     Raises:
         CheckpointError: `bad` is not empty.

@@ -89,14 +89,7 @@ def place_of(source: Path) -> Path:
 
 
 class ConfigFile:
-    """The config.json of a directory, which may hold no weights.
-
-    Args:
-        directory: the checkpoint's path, or its id on the Hugging Face hub.
-
-    Attributes:
-        directory: where the file is.
-        config: its entries.
+    """The config.json of a directory, or of an id on the Hugging Face hub. It may hold no weights.
 
     Raises:
         CheckpointError: there is no such directory, or no valid config.json.

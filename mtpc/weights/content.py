@@ -16,11 +16,8 @@ from mtpc.weights.plain_file import file_digest, file_status, open_plain, replac
 
 
 def content_digest(paths: Iterable[Path], memory: Path) -> str:
-    """One digest of the contents of files, whatever their names.
-
-    Args:
-        paths: the files.
-        memory: a file that keeps their digests; it need not exist, and need not be writable.
+    """One digest of the contents of files, whatever their names. The file `memory` keeps their
+    digests; it need not exist, and need not be writable.
 
     Raises:
         OSError: a file cannot be read.

@@ -28,15 +28,8 @@ _FIRST = 8
 
 
 def download(name: str, revision: str | None, weights: bool) -> Path:
-    """Download a model in safetensors files.
-
-    Args:
-        name: its id.
-        revision: branch, tag or commit; None is "main".
-        weights: whether weights are needed; without, the files alone that describe the model.
-
-    Returns:
-        Its snapshot in the hub cache.
+    """Download a model in safetensors files, or the files alone that describe it, by its id and a
+    branch, tag or commit (None is "main"). Returns its snapshot in the hub cache.
 
     Raises:
         CheckpointError: there is no network, no such model, or none in such files.
@@ -57,15 +50,9 @@ def download(name: str, revision: str | None, weights: bool) -> Path:
 
 
 def find_gguf_model(name: str, end: str, revision: str | None) -> Path:
-    """A GGUF model of a repository: in the hub cache, else downloaded.
-
-    Args:
-        name: id of the repository.
-        end: how the model's file name ends, in any case and with or without ".gguf": "Q4_K_M".
-        revision: branch, tag or commit; None is "main".
-
-    Returns:
-        Its first file, in the hub cache.
+    """The first file of a GGUF model of a repository: in the hub cache, else downloaded. The
+    model's file name ends with `end`, in any case and with or without ".gguf": "Q4_K_M". For
+    `revision` see `download`.
 
     Raises:
         CheckpointError: there is no network, no such repository, or no one such model there.
@@ -159,12 +146,8 @@ def _cached(name: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def _explained(name: str, revision: str | None, end: str = "") -> Iterator[None]:
-    """Within the block, what stops a download is raised as one CheckpointError.
-
-    Args:
-        name: id of the repository.
-        revision: as in `download`.
-        end: of the name of the GGUF file that is wanted, if one is.
+    """Within the block, what stops a download is raised as one CheckpointError. `end` is that of
+    the name of the GGUF file that is wanted, if one is.
 
     Raises:
         HFValidationError: the name is no id.

@@ -22,12 +22,7 @@ _FUSED = re.compile(r"(?P<stem>.*\blayers\.(?P<layer>\d+)\.self_attn\.)qkv_proj\
 
 @dataclass(frozen=True)
 class QkvRows:
-    """One projection within a fused tensor.
-
-    Attributes:
-        fused: name of the fused tensor.
-        runs: its rows, as [start, stop), one run for each chunk.
-    """
+    """One projection within a fused tensor: its rows, as [start, stop), one run for each chunk."""
 
     fused: str
     runs: tuple[tuple[int, int], ...]
@@ -56,10 +51,6 @@ def find_fused_qkv(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, QkvRows]:
     """Name of each projection -> its rows in a fused tensor.
-
-    Args:
-        tensors: descriptions of all tensors by name.
-        config: of the language model.
 
     Raises:
         CheckpointError: a fused tensor has another number of rows than the config announces.

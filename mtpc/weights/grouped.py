@@ -305,13 +305,7 @@ def raw_codes(codes: Tensor, kind: Kind) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, kind: Kind, features: int) -> Tensor:
-    """Codes [..., features, K] from their tiles.
-
-    Args:
-        packed: [..., ceil(N / 32), K * bits / 32, 32, 4].
-        kind: of the codes.
-        features: N.
-    """
+    """Codes [..., features, K] from their tiles [..., ceil(N / 32), K * bits / 32, 32, 4]."""
     codes = codes_of(unpack(packed.view(torch.uint8), features), kind)
     return codes.view(packed.dtype) if kind == "float8" else codes
 
@@ -331,15 +325,9 @@ def codes_of(raw: Tensor, kind: Kind) -> Tensor:
 
 
 def pack_scales(scales: Tensor) -> Tensor:
-    """Scales, or zero points, in the order in which kernels read them.
-
-    Args:
-        scales: [..., N, K / group], or words of super-blocks.
-
-    Returns:
-        [..., ceil(N / 32), K / group, 32], or as many words. Features that fill the last tile are
-        zero.
-    """
+    """Scales or zero points [..., N, K / group], or words of super-blocks, in the order in which
+    kernels read them: [..., ceil(N / 32), K / group, 32]. Features that fill the last tile are
+    zero."""
     *stack, features, groups = scales.shape
     packed = allocate((*stack, count_tiles(features), groups, TILE), scales.dtype)
     fill_tiles(scales, packed)

@@ -173,13 +173,7 @@ def allocate_piece(
 
 
 def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = PACKER) -> PackedWeight:
-    """A grouped weight [..., N, K] in the kernels' order, some rows at a time.
-
-    Args:
-        rows: of the weight.
-        spec: of the weight.
-        packer: how they are packed.
-    """
+    """A grouped weight [..., N, K] in the kernels' order, some rows at a time."""
     shape, place = rows.shape, packer.allocate
     packed = {piece: allocate_piece(piece, spec, shape, place) for piece in spec.pieces}
     unit = TILE if len(rows.shape) == 2 else 1
@@ -311,12 +305,8 @@ def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def make_grouped(recipe: Recipe, spec: GroupSpec, codes_of: CodesOf) -> GroupedRows:
-    """The weight of a recipe as codes, without dequantising.
-
-    Args:
-        recipe: of the weight, which `spec_of` knows; or of plain weights, which get this spec.
-        spec: of all that the weight is made of; its own is `part_spec`.
-        codes_of: weights as codes.
+    """The weight of a recipe as codes, without dequantising. `spec` is that of all that the weight
+    is made of (its own is `part_spec`), or what plain weights get.
 
     Raises:
         TypeError: the recipe does more than join and take rows.

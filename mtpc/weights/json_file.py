@@ -76,10 +76,6 @@ def kind_of(value: Any) -> str:
 def check_config(config: Mapping[str, Any], path: Path) -> None:
     """Refuse entries of config.json that have the wrong type or cannot be a size.
 
-    Args:
-        config: the object in the file.
-        path: the file, for messages.
-
     Raises:
         CheckpointError: an entry is wrong.
     """
@@ -113,12 +109,9 @@ def _check_shares(part: Mapping[str, Any], path: Path, prefix: str) -> None:
 
 
 def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None = None) -> None:
-    """Refuse counts of layers that the checkpoint cannot hold, because each has a tensor.
-
-    Args:
-        config: config.json; the configs of its parts are checked, too.
-        path: the file, for messages.
-        num_tensors: tensors in the checkpoint; None if there is only config.json.
+    """Refuse counts of layers that the checkpoint cannot hold, because each has a tensor. Configs
+    of its parts are checked, too. Without `num_tensors` of the checkpoint, there is only
+    config.json.
 
     Raises:
         CheckpointError: a count is not a whole number, or is too large.

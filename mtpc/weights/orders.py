@@ -20,13 +20,8 @@ def order_of(tensor: Tensor) -> str:
 
 
 class Orders:
-    """The order of each weight, which all steps agree on.
-
-    Args:
-        weights: by name.
-        derived: names of those that passes have made.
-        owned: whether nothing else holds the others.
-    """
+    """The order of each weight, which all steps agree on. Passes have made those in `derived`;
+    `owned` says whether nothing else holds the others."""
 
     def __init__(self, weights: Mapping[str, Tensor], derived: Collection[str], owned: bool):
         self._weights, self._derived, self._owned = weights, derived, owned
@@ -69,10 +64,8 @@ class Orders:
         The first call does it, and marks the tensor. Then all steps of all programs over this
         tensor must read it by that kernel: nothing else holds the elements as they are stored.
 
-        Args:
-            name: a weight that `why_as_stored` has nothing against.
-            order: the name of the order; see `order_of`.
-            arrange: some matrices of the stack -> new ones of the same form.
+        `why_as_stored` has nothing against this weight. `arrange` makes of some matrices of the
+        stack new ones of the same form. For the name of the order see `order_of`.
 
         Raises:
             GraphError: it is in another order, or `arrange` gives something of another form.
@@ -105,11 +98,8 @@ class Orders:
         self.read(name, order)
 
     def read(self, name: str, order: str) -> str | None:
-        """Note that a step reads a weight in an order of elements; "" is the stored order.
-
-        Returns:
-            The weight's own order if it differs; None if it is the order that the step reads.
-        """
+        """Note that a step reads a weight in an order of elements; "" is the stored order. Returns
+        the weight's own order if it differs, else None."""
         found = order_of(self._weights[name])
         if not order:
             self._read_as_stored.add(self._weights[name].data_ptr())

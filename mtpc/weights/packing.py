@@ -78,14 +78,9 @@ def count_tiles(features: int) -> int:
 
 
 def fill_packed(weight: Tensor, packed: Tensor, finite: Tensor | None = None) -> None:
-    """Pack a weight into given memory; see `pack`. A cpu kernel does the same faster.
-
-    Args:
-        weight: as there.
-        packed: the memory, of the shape that `pack` gives.
-        finite: bool [1], which becomes False if the weight holds NaN or infinity. A kernel that
-            packs has every value at hand.
-    """
+    """Pack a weight into memory of the shape that `pack` gives. A cpu kernel does the same faster.
+    `finite`, bool [1], becomes False if the weight holds NaN or infinity: a kernel that packs has
+    every value at hand."""
     if finite is not None:
         finite.logical_and_(weight.isfinite().all())
     dense = weight.contiguous()
@@ -192,13 +187,9 @@ FillBlocks: TypeAlias = "Callable[[BlockRows, PackedWeight], None]"
 
 @dataclass(frozen=True)
 class Packer:
-    """How weights are packed.
-
-    Attributes:
-        fill: packs a weight, or codes.
-        fill_blocks: packs rows as a file has them; None if they are decoded first.
-        allocate: (shape, dtype) -> memory for what is packed.
-    """
+    """How weights are packed: `fill` packs a weight, or codes; `fill_blocks` rows as a file has
+    them, or is None if they are decoded first; `allocate` makes memory of a shape and a dtype for
+    them."""
 
     fill: Fill = fill_packed
     fill_blocks: FillBlocks | None = None

@@ -163,15 +163,9 @@ def _span(ids: Tensor) -> str:
 def checkpoint_of(
     model: Any, is_needed: bool, draft: Path | str | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache.
-
-    Args:
-        model: a transformers model object.
-        is_needed: whether MTP tensors are read from it.
-        draft: the checkpoint of a drafter that has their place.
-
-    Returns:
-        None if there is no such checkpoint, and none is needed.
+    """The checkpoint that a model object was loaded from: a directory, or a hub id in the cache;
+    None if there is no such checkpoint, and none is needed. A drafter's `draft` has the place of
+    its MTP tensors.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged, and it is needed.

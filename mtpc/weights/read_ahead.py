@@ -32,9 +32,6 @@ class _Arena:
     """Memory that large spans use in turn: the lowest free part first, because new memory is slow.
 
     One thread alone calls `take`. A part is free again when its last view is gone, in any thread.
-
-    Args:
-        nbytes: of all of it.
     """
 
     def __init__(self, nbytes: int):
@@ -73,13 +70,11 @@ class _Arena:
 
 
 class ReadAhead:
-    """Spans of files, read by one thread in their order. A context manager, which ends the thread.
+    """Spans of files, read by one thread in their order, in about which they are taken. A context
+    manager, which ends the thread.
 
-    Args:
-        wanted: what will be taken, in about this order.
-        limit: bytes to hold in memory at once. One span alone may exceed it, and so may spans that
-            the caller takes before it releases earlier ones.
-        largest: bytes of the largest span to read.
+    At most `limit` bytes are in memory at once. One span alone may exceed it, and so may spans that
+    the caller takes before it releases earlier ones. The largest span has `largest` bytes.
     """
 
     def __init__(self, wanted: Iterable[Span], limit: int, largest: int):

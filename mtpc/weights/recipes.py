@@ -25,13 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Join:
-    """Several tensors as one.
-
-    Attributes:
-        op: "cat" joins along the first dimension; "cat_rows" along the second, so that each matrix
-            of a stack gets the rows of another; "stack" along a new first dimension.
-        parts: recipes of the tensors.
-    """
+    """Several tensors as one: "cat" joins along the first dimension; "cat_rows" along the second,
+    so that each matrix of a stack gets the rows of another; "stack" along a new first dimension."""
 
     op: Literal["cat", "cat_rows", "stack"]
     parts: tuple[Recipe, ...]
@@ -39,13 +34,9 @@ class Join:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor, or slices along another dimension, such as one rank's part of a weight.
-
-    Attributes:
-        runs: the rows, as ascending runs [start, stop).
-        part: the tensor.
-        dim: the dimension whose rows these are; -1 for inputs of a matrix or of a stack of them.
-    """
+    """Rows of a tensor, as ascending runs [start, stop), or slices along another dimension, such as
+    one rank's part of a weight. The dimension -1 is the inputs of a matrix or of a stack of
+    them."""
 
     runs: tuple[tuple[int, int], ...]
     part: Recipe
@@ -54,15 +45,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The same rows of each block of a matrix, as a stack of matrices; usually a head is a block.
-
-    Attributes:
-        count: number of blocks of equal size.
-        start: first row to take from each block.
-        stop: the row after the last one to take.
-        transposed: whether each matrix of the stack is transposed.
-        part: the matrix.
-    """
+    """The same rows [start, stop) of each of `count` equal blocks of a matrix, as a stack of
+    matrices, which may be transposed; usually a head is a block."""
 
     count: int
     start: int
@@ -73,12 +57,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor in another dtype.
-
-    Attributes:
-        dtype: its name in torch.
-        part: the name of the tensor.
-    """
+    """A named tensor in another dtype, by its name in torch."""
 
     dtype: str
     part: Recipe
@@ -86,11 +65,8 @@ class Cast:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight in the kernels' order, see `mtpc.weights.packing`.
-
-    Attributes:
-        part: the weight; its recipe must not contain another `Packed`.
-    """
+    """A weight in the kernels' order, see `mtpc.weights.packing`. Its recipe must not contain
+    another `Packed`."""
 
     part: Recipe
 
@@ -162,11 +138,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Held:
-    """Tensors in memory, as a `Source`; as codes, they are rounded.
-
-    Attributes:
-        form: name -> tensor.
-    """
+    """Tensors in memory by name, as a `Source`; as codes, they are rounded."""
 
     form: TensorOf
 
@@ -195,11 +167,6 @@ def make_all(recipe: Recipe, source: Source, packer: Packer) -> dict[Recipe, Ten
 
     All tensors of a weight in groups are made together. What is packed is in the host's memory,
     which has huge pages.
-
-    Args:
-        recipe: what to make.
-        source: of what it names.
-        packer: how weights are packed.
 
     Raises:
         TypeError: the recipe packs a packed weight.
@@ -254,13 +221,8 @@ def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtyp
 def allocate(
     recipe: Recipe, tensor_of: TensorOf, place: packing.Allocate = packing.allocate
 ) -> Tensor:
-    """Host memory for the tensor of a recipe, not filled.
-
-    Args:
-        recipe: what the memory is for.
-        tensor_of: name -> tensor; only shapes and dtypes are read.
-        place: allocates it.
-    """
+    """Host memory for the tensor of a recipe, not filled. Of named tensors only shapes and dtypes
+    are read."""
     if isinstance(recipe, Grouped):
         from mtpc.weights.grouped_recipes import allocate_grouped
 
@@ -271,14 +233,8 @@ def allocate(
 
 
 def _place(recipe: Recipe, out: Tensor, source: Source, fill: packing.Fill) -> None:
-    """Pack the tensor of a recipe, part by part if possible, so that the whole is never made.
-
-    Args:
-        recipe: a recipe that packs nothing.
-        out: memory of the result.
-        source: of what it names.
-        fill: packs one part.
-    """
+    """Pack the tensor of a recipe that packs nothing, part by part if possible, so that the whole
+    is never made."""
     pieces: Iterator[Tensor] | None = None
     if isinstance(recipe, Join) and recipe.op == "stack":
         pieces = iter(out)
@@ -295,12 +251,8 @@ def _place(recipe: Recipe, out: Tensor, source: Source, fill: packing.Fill) -> N
 
 
 def spec_of(recipe: Recipe, specs: Mapping[str, GroupSpec]) -> GroupSpec | None:
-    """The spec of the weight that a recipe makes from grouped weights; None if it is not grouped.
-
-    Args:
-        recipe: of the weight.
-        specs: of the weights that are grouped, by name.
-    """
+    """The spec of the weight that a recipe makes from grouped weights, which have `specs` by name;
+    None if it is not grouped."""
     if isinstance(recipe, str):
         return specs.get(recipe)
     found = {spec_of(part, specs) for part in parts_of(recipe)}
@@ -323,12 +275,8 @@ def part_spec(recipe: Recipe, spec: GroupSpec) -> GroupSpec:
 
 
 def take_early(recipe: Recipe, tensor_of: TensorOf) -> Recipe:
-    """A recipe that takes rows before it joins tensors, so that it reads only these rows.
-
-    Args:
-        recipe: whose tensor stays the same.
-        tensor_of: name -> tensor; only shapes and dtypes are read.
-    """
+    """A recipe of the same tensor that takes rows before it joins tensors, so that it reads only
+    these rows. Of named tensors only shapes and dtypes are read."""
     recipe = with_parts(recipe, lambda part: take_early(part, tensor_of))
     part = recipe.part if isinstance(recipe, Rows) else None
     if not isinstance(recipe, Rows) or not isinstance(part, Join):

@@ -158,12 +158,8 @@ class ServedModel:
         return self._backend is not None
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt.
-
-        Args:
-            text: of any length; nothing is cut off.
-            special_tokens: add those that the tokenizer puts around a text; chat templates write
-                their own.
+        """Token ids of a prompt of any length, with the special tokens that the tokenizer puts
+        around a text; chat templates write their own.
 
         Raises:
             RequestError: the checkpoint has no tokenizer.
@@ -173,10 +169,8 @@ class ServedModel:
         return list(self._backend.encode(text, add_special_tokens=special_tokens).ids)
 
     def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, up to the start of the assistant's next message.
-
-        Args:
-            messages: as the checkpoint's own chat template takes them.
+        """Token ids of a conversation, as the checkpoint's own chat template takes it, up to the
+        start of the assistant's next message.
 
         Raises:
             RequestError: the checkpoint has no chat template, or it refuses the messages.
@@ -239,13 +233,8 @@ class ServedModel:
 
 
 def find_tokenizer(directory: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The file with a checkpoint's tokenizer, and the arguments by which transformers finds it.
-
-    Args:
-        directory: the checkpoint, or a GGUF file.
-
-    Returns:
-        The file, which may be a GGUF file with a vocabulary; None if there is none.
+    """The file with a checkpoint's tokenizer, and the arguments by which transformers finds it. The
+    file may be a GGUF file with a vocabulary; None if there is none.
 
     Raises:
         CheckpointError: the directory or its GGUF file cannot be read.

@@ -81,14 +81,7 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 class ShardWriter:
-    """Writes tensors into safetensors files of limited size.
-
-    Args:
-        directory: where to write.
-
-    Attributes:
-        nbytes: bytes of the tensors so far.
-    """
+    """Writes tensors, `nbytes` bytes so far, into safetensors files of limited size."""
 
     def __init__(self, directory: Path):
         self._directory, self.nbytes = directory, 0
@@ -138,11 +131,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def files_beside(source: Path, weights: Collection[Path] | None = None) -> list[Path]:
-    """The tokenizer and whatever else lies beside the weights of a checkpoint.
-
-    Args:
-        source: the checkpoint's directory, or a snapshot of the hub cache, whose files are links.
-        weights: its weights; None takes config.json and all names that weights have.
+    """The tokenizer and whatever else lies beside the weights of a checkpoint. Files of a snapshot
+    of the hub cache are links. Without `weights`, config.json and all names that weights have are
+    left out.
 
     Raises:
         CheckpointError: a file is a link out of the checkpoint: what it leads to is another's.
@@ -169,14 +160,11 @@ def copy_others(source: Path, directory: Path) -> None:
 
 
 def copy_replacing(files: CheckpointFiles, tensors: Mapping[str, Tensor], out: Path) -> None:
-    """Write a copy of a checkpoint in which some tensors have other values.
+    """Write a copy of a checkpoint in safetensors files, in which some tensors have other values of
+    the same shape, rounded to the stored dtype.
 
-    All else of its files is the same, byte for byte: headers, names, dtypes, other tensors.
-
-    Args:
-        files: the checkpoint, in safetensors files.
-        tensors: by name in the files, of the same shape; they are rounded to the stored dtype.
-        out: the new directory; it must not exist. It appears when it is whole.
+    All else of its files is the same, byte for byte: headers, names, dtypes, other tensors. `out`
+    must not exist. It appears when it is whole.
 
     Raises:
         CheckpointError: `out` cannot be written.

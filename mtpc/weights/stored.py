@@ -58,14 +58,10 @@ _FIRST_ROWS = 16
 
 
 class StoredWeights:
-    """The weights of a model that its checkpoint explains.
+    """The weights of a model that its checkpoint explains: by name recipes over its tensors.
 
-    Args:
-        checkpoint: holds the tensors.
-        recipes: name of a weight -> recipe over the checkpoint's tensors.
-        ends: names of the embeddings and heads among them, of which it may store copies.
-        fill: packs a weight.
-        fill_blocks: packs rows as a file has them; None if they are decoded first.
+    It may store copies of those in `ends`, embeddings and heads. `fill` packs a weight, and
+    `fill_blocks` rows as a file has them; None if they are decoded first.
     """
 
     def __init__(
@@ -175,13 +171,9 @@ class StoredWeights:
     def reading_ahead(
         self, recipes: Iterable[Recipe], free: int | None, need: int
     ) -> Iterator[None]:
-        """Within the block, a thread reads the next weights while one is packed.
-
-        Args:
-            recipes: over weights; what will be made, in this order.
-            free: bytes of free memory; None if the system does not say.
-            need: bytes of memory that all weights and buffers will take.
-        """
+        """Within the block, a thread reads the next weights, made in the order of these recipes,
+        while one is packed. `free` are bytes of free memory, None if the system does not say; all
+        weights and buffers will take `need` bytes."""
         if free is None or 2 * self._checkpoint.nbytes <= free:
             yield  # The page cache can keep the files. Memory maps are faster then.
             return
@@ -236,13 +228,8 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class _Files:
-    """The tensors of a checkpoint, as a `Source`.
-
-    Attributes:
-        checkpoint: holds them.
-        finite: what was checked -> whether all its values are finite.
-        checks: whether `read` checks what it reads.
-    """
+    """The tensors of a checkpoint, as a `Source`. If it `checks` what it reads, it notes in
+    `finite` whether all values are."""
 
     checkpoint: Checkpoint
     finite: dict[Recipe, bool]

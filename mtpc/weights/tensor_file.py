@@ -63,13 +63,7 @@ def dtype_code(name: str) -> str:
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a file.
-
-    Attributes:
-        path: the file.
-        begin: offset of the first byte.
-        nbytes: how many.
-    """
+    """Bytes of a file: from `begin` on, `nbytes` of them."""
 
     path: Path
     begin: int
@@ -78,14 +72,8 @@ class Span:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as a safetensors header describes it.
-
-    Attributes:
-        path: its file.
-        dtype: safetensors' name of the dtype, such as "BF16".
-        shape: its sizes.
-        begin: offset of its first byte in the file.
-    """
+    """A tensor as a safetensors header describes it: with safetensors' name of the dtype, such as
+    "BF16", and the offset of its first byte in its file."""
 
     path: Path
     dtype: str
@@ -169,14 +157,8 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 class TensorFile:
-    """The tensors of one file.
-
-    Args:
-        path: a safetensors file.
-
-    Attributes:
-        tensors: descriptions of the tensors by name.
-        ahead: reads tensors before they are asked for; None if nothing does.
+    """The tensors of one safetensors file, by name. `ahead` reads tensors before they are asked
+    for; None if nothing does.
 
     Raises:
         CheckpointError: the file is not a complete safetensors file, or cannot be mapped.

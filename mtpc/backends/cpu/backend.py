@@ -54,11 +54,8 @@ class UseCpuKernels(Pass, policy="required", name="legalise-cpu"):
 
 
 class CpuBackend:
-    """Steps that are compiled ahead of time for the CPU.
-
-    Args:
-        report: is called with a line while the kernels are built.
-        store: the graph cache that keeps the kernels; None is the user's default cache.
+    """Steps that are compiled ahead of time for the CPU. The graph cache keeps its kernels; without
+    a store, that is the user's default cache. A line is reported while they are built.
 
     Raises:
         BackendError: there is no C++ compiler, or building the kernels failed.

@@ -123,15 +123,9 @@ class SparseLatentAttention(StandIn):
         keys: Tensor,
         context: Any,
     ) -> Tensor:
-        """Cache slots that each row attends to, int32 [T, k], chosen by float32 scores.
-
-        Args:
-            hidden: [T, H].
-            low: the low-rank query, [T, q_lora_rank].
-            angles: cos and sin, each [T, rope].
-            keys: indexer keys, [N, P, D].
-            context: the forward's `StepContext`.
-        """
+        """Cache slots that each row attends to, int32 [T, k], chosen by float32 scores: of hidden
+        [T, H], the low-rank query `low` [T, q_lora_rank], cos and sin [T, rope], and indexer keys
+        [N, P, D]."""
         indexer = self.indexer
         query = indexer.wq_b(low).unflatten(-1, (indexer.n_heads, indexer.head_dim))
         query = self.rotate_index(query, *angles)

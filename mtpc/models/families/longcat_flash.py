@@ -57,13 +57,8 @@ def _routed(module: Any) -> nn.Parameter:
 
 
 class DenseLayer(nn.Module):
-    """The decoder block of the MTP layer: the first half of a layer of the target's, alone.
-
-    Args:
-        layer: class of the target's layers.
-        config: the language model's.
-        index: layer index; a layer of the target's has two.
-    """
+    """The decoder block of the MTP layer: the first half of a layer of the target's (class
+    `layer`), alone. By its index, such a layer has two."""
 
     def __init__(self, layer: Any, config: Any, index: int):
         super().__init__()

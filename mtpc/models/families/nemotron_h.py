@@ -60,12 +60,7 @@ def _without_floor(target: Any) -> None:
 
 class TwoLayers(nn.Module):
     """The decoder block of an MTP layer: attention, then experts, each a layer of the target's.
-
-    Args:
-        layer: class of the target's layers.
-        config: with the kinds of both layers after the target's.
-        index: layer index of the first.
-    """
+    `index` is the first one's, and the config has the kinds of both."""
 
     def __init__(self, layer: Any, config: Any, index: int):
         super().__init__()

@@ -42,11 +42,8 @@ def gated_delta_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buff
 
 
 class GatedDelta(RecurrentLayer):
-    """A Gated DeltaNet layer over flat rows.
-
-    Args:
-        module: transformers' module.
-        project: computes the input projections: (this module, hidden [T, H]) -> `Projected`.
+    """A Gated DeltaNet layer over flat rows. `project` computes its input projections: (this
+    module, hidden [T, H]) -> `Projected`.
 
     Raises:
         UnsupportedModelError: the activation is not SiLU, or the convolution has a bias.

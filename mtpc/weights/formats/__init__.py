@@ -29,13 +29,8 @@ ADVICE = "dequantise the checkpoint to bfloat16 first"
 
 @dataclass(frozen=True)
 class Format:
-    """A format of quantised weights.
-
-    Attributes:
-        module: its name in this package.
-        left_out: entry of quantization_config that lists modules with plain weights; None if the
-            format has no such list.
-    """
+    """A format of quantised weights: its module in this package, and the entry of
+    quantization_config that lists modules with plain weights; None if it has no such list."""
 
     module: str
     left_out: str | None = None
@@ -59,10 +54,6 @@ def find_quantised(
     tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[dict[str, QuantisedWeight], list[str]]:
     """The quantised weights of a checkpoint by name, and names of tensors that are not read.
-
-    Args:
-        tensors: descriptions of all tensors by name.
-        config: config.json.
 
     Raises:
         CheckpointError: weights are quantised in a way that mtpc does not read; or a tensor of

@@ -226,13 +226,8 @@ def _decode_packed(
 
 
 def plain_weight(tensors: Tensors, module: str, weights: Config, kind: str) -> QuantisedWeight:
-    """A weight whose codes are numbers of one byte.
-
-    Args:
-        tensors: of the checkpoint.
-        module: the name of the weight, without its last part.
-        weights: the settings.
-        kind: of the codes: int (int8) or float (float8_e4m3fn).
+    """A weight, named by its module, whose codes are numbers of one byte: int (int8) or float
+    (float8_e4m3fn), with these settings.
 
     Raises:
         CheckpointError: tensors and settings contradict each other.
@@ -281,13 +276,8 @@ def _unsigned(values: Tensor) -> Tensor:
 
 
 def _rows(grid: Grid, shape: tuple[int, int], zeros: int = 1) -> dict[str, tuple[int, int]]:
-    """Where rows lie: along the first dimension. A grid of one row has none.
-
-    Args:
-        grid: of the weight.
-        shape: of the weight.
-        zeros: rows of zero points to an entry.
-    """
+    """Where rows lie: along the first dimension. A grid of one row has none. An entry has so many
+    rows of zero points."""
     if grid.shape(shape)[0] == 1:
         return {"codes": (0, 1)}
     return {"codes": (0, 1), "scales": (0, grid.rows), "zeros": (0, grid.rows * zeros)}

@@ -53,13 +53,8 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
 
 
 def weight_of(name: str, shape: tuple[int, ...], parts: Mapping[str, str]) -> QuantisedWeight:
-    """A weight, given the tensors of its codes and of its scales.
-
-    Args:
-        name: of the weight.
-        shape: [N, K] or [E, N, K].
-        parts: names of the tensors in the roles "codes" and "scales".
-    """
+    """A weight [N, K] or [E, N, K], given the names of its tensors in the roles "codes" and
+    "scales"."""
     grid, rows = Grid(1, GROUP), dict.fromkeys(("codes", "scales"), (0, 1))
     return QuantisedWeight(
         name, shape, "MXFP4", "e2m1", grid, False, parts, decode, "uint8", rows=rows

@@ -38,15 +38,8 @@ GROUP = 16
 def weight_of(
     tensors: Tensors, name: str, codes: str, scales: str, whole: str, divides: bool
 ) -> QuantisedWeight:
-    """A weight, given the names of its tensors.
-
-    Args:
-        tensors: of the checkpoint.
-        name: of the weight.
-        codes: of the tensor of its codes.
-        scales: of that of the scales.
-        whole: of that of the float32 for the whole weight.
-        divides: whether scales are divided by it.
+    """A weight, given the names of its tensors: codes, scales, and the float32 for the whole
+    weight, which divides scales or multiplies them.
 
     Raises:
         CheckpointError: a tensor is missing, or of another dtype or shape; or groups do not divide.

@@ -39,13 +39,8 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Grid:
-    """Which weights [N, K] share a scale.
-
-    Attributes:
-        rows: rows of a rectangle.
-        columns: inputs of a rectangle.
-        chunks: parts of the rows that begin with a new rectangle, as fused projections have them.
-    """
+    """Which weights [N, K] share a scale: rectangles of so many rows and columns. Each of the
+    chunks of rows begins with a new one, as fused projections have them."""
 
     rows: int
     columns: int
@@ -144,11 +139,8 @@ class QuantisedWeight:
         return None if is_unknown or form.misfit(self.shape[-1]) else form
 
     def grouped(self, read: Callable[[str], Tensor]) -> GroupedRows:
-        """The weight in the form that kernels read; only where it has one.
-
-        Args:
-            read: name of a tensor -> the tensor.
-        """
+        """The weight in the form that kernels read, of its tensors by name; only where it has
+        one."""
         tensors = {role: read(name) for role, name in self.parts.items()}
 
         def some(start: int, stop: int) -> SomeRows:
@@ -222,14 +214,8 @@ class QuantisedWeight:
 def find_part(
     tensors: Tensors, name: str, dtypes: Iterable[str], shapes: Iterable[tuple[int, ...]], what: str
 ) -> str:
-    """Check that a tensor that a weight needs is there; returns its name.
-
-    Args:
-        tensors: of the checkpoint.
-        name: of the tensor.
-        dtypes: those that it may have, by safetensors' names.
-        shapes: those that it may have.
-        what: what the tensor holds, for messages.
+    """Check that a tensor that a weight needs is there, of one of these dtypes, by safetensors'
+    names, and shapes; returns its name. Messages say what it holds.
 
     Raises:
         CheckpointError: it is missing, or of another dtype or shape.
@@ -348,15 +334,8 @@ def texts(config: Config, name: str) -> list[str]:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Codes of 4 or 8 bits, packed in int32 from the low bits up, along the last dimension.
-
-    Args:
-        words: int32 [..., W].
-        bits: 4 or 8.
-
-    Returns:
-        uint8 [..., W * 32 / bits].
-    """
+    """Codes of 4 or 8 bits, packed in int32 [..., W] from the low bits up, along the last
+    dimension: uint8 [..., W * 32 / bits]."""
     bytes_ = words.contiguous().view(torch.uint8)
     return bytes_ if bits == 8 else unpack_bytes(bytes_)
 

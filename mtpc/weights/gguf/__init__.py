@@ -18,11 +18,8 @@ _OTHERS = "mmproj"
 
 
 def models_of(files: Iterable[str]) -> dict[str, str]:
-    """Names of the models in GGUF files, without the suffix, and the first file of each.
-
-    Args:
-        files: names or paths, separated by "/"; others than those of models are left out.
-    """
+    """Names of the models in GGUF files, without the suffix, and the first file of each. Paths are
+    separated by "/"; other files than those of models are left out."""
     found: dict[str, str] = {}
     for file in sorted(files):
         if file.endswith(SUFFIX) and not file.rpartition("/")[2].startswith(_OTHERS):
@@ -41,13 +38,8 @@ def part_names(file: str) -> list[str]:
 
 
 def find_gguf(source: Path) -> list[Path]:
-    """The GGUF files of a checkpoint: a file, all parts of a split one, or those of a directory.
-
-    Args:
-        source: path of a file, or of a directory.
-
-    Returns:
-        The files in order; [] if the source is none of these.
+    """The GGUF files of a checkpoint, in order: a file, all parts of a split one, or those of a
+    directory; [] if the source is none of these.
 
     Raises:
         CheckpointError: a directory holds several models, or a part of a split one is missing.

@@ -18,12 +18,8 @@ class Metadata:
     A file may come from a stranger, so each method checks type and range. All but `get` raise a
     CheckpointError that names the entry and its value.
 
-    Args:
-        header: of the first file, with the tensors of all.
-        files: all files.
-
-    Attributes:
-        read: tensors that are part of the config.
+    The header, of the first file, has the tensors of all. `read` names those that are part of the
+    config.
     """
 
     def __init__(self, header: Header, files: Iterable[GgufFile]):
@@ -216,15 +212,12 @@ def head_width(of: Metadata) -> int:
 
 
 def dense(of: Metadata, *reads: str, is_partial: bool = False) -> dict[str, Any]:
-    """Dense models, whose names in transformers are those of files.
+    """Dense models, whose names in transformers are those of files. Entries that the caller `reads`
+    are its own; any other that changes the model is refused. With `is_partial`, a part of a head
+    may be rotated.
 
     Files have the factors by which Llama 3 scales angles, and not their rule. transformers divides
     angles by such factors in the type longrope.
-
-    Args:
-        of: metadata.
-        *reads: entries that the caller reads; any other that changes the model is refused.
-        is_partial: whether a part of a head may be rotated.
 
     Raises:
         UnsupportedModelError: the model computes something else as well.

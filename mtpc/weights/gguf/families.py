@@ -19,14 +19,8 @@ _BLOCK = re.compile(r"blk\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<leaf>.+?)(\.(?P<end
 
 
 def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
-    """Name the tensors of files as transformers does.
-
-    Args:
-        header: metadata of the first file, and tensors of all.
-        files: get the names.
-
-    Returns:
-        The config that the metadata describe.
+    """Name the tensors of files as transformers does; returns the config that the metadata
+    describe. The header has metadata of the first file, and tensors of all.
 
     Raises:
         UnsupportedModelError: mtpc has no such family.

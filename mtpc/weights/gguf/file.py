@@ -66,10 +66,8 @@ class Heads:
 class Change:
     """What the converter did to a tensor in addition to renaming it.
 
-    Attributes:
-        values: "plus_one"; "negative_exp", -exp(x); "" nothing.
-        rows: order of the rows; None if they are as in transformers.
-        columns: order of the inputs; None if they are as in transformers.
+    `values` is "plus_one"; "negative_exp", -exp(x); or "" for nothing. Orders of rows and columns
+    (inputs) are None if they are as in transformers.
     """
 
     values: Literal["", "plus_one", "negative_exp"] = ""
@@ -89,14 +87,7 @@ class GgufTensor(StoredBlocks):
 
 
 class GgufFile(TensorFile):
-    """The tensors of one GGUF file, under transformers' names.
-
-    Args:
-        path: the file.
-
-    Attributes:
-        header: the file's header.
-        tensors: descriptions by transformers' names; empty until `name` is called.
+    """The tensors of one GGUF file, under transformers' names: none until `add` is called.
 
     Raises:
         CheckpointError: it is not a complete GGUF file.
@@ -108,14 +99,8 @@ class GgufFile(TensorFile):
         self.tensors = {}
 
     def add(self, name: str, source: str, change: Change, shape: tuple[int, ...] = ()) -> None:
-        """Give a tensor of the file a name.
-
-        Args:
-            name: transformers' name.
-            source: the name in the file.
-            change: what the converter did to it.
-            shape: its sizes in transformers, if they differ.
-        """
+        """Give a tensor of the file transformers' name, and its sizes there, if they differ.
+        `change` is what the converter did to it."""
         stored = self.header.tensors[source]
         made = GgufTensor(**{**vars(stored), "shape": shape or stored.shape, "change": change})
         for heads, size in ((change.rows, made.shape[0]), (change.columns, made.shape[-1])):
@@ -205,13 +190,8 @@ def chat_template(path: Path) -> tuple[Any, dict[str, str]]:
 
 
 def open_gguf(paths: list[Path]) -> tuple[dict[str, Any], Mapping[Path, TensorFile]]:
-    """Open the files of one model.
-
-    Args:
-        paths: its files, the first part first.
-
-    Returns:
-        transformers' config, from the metadata, and the files by path.
+    """Open the files of one model, the first part first. Returns transformers' config, from the
+    metadata, and the files by path.
 
     Raises:
         CheckpointError: a file is not complete; or the model is of a family, or has a tensor, that

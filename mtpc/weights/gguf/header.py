@@ -67,13 +67,8 @@ class StoredBlocks(StoredTensor):
 
 @dataclass(frozen=True)
 class Skipped:
-    """A value of metadata that is not read: an array of texts, or one that is too long.
-
-    Attributes:
-        what: says so in messages.
-        begin: offset in the file of the first text of an array.
-        count: number of texts of an array.
-    """
+    """A value of metadata that is not read: an array of texts, or one that is too long. Of texts,
+    `begin` is the offset in the file of the first, and `count` their number."""
 
     what: str
     begin: int = 0
@@ -200,10 +195,6 @@ def shortest(number: float) -> float:
 
 def read_header(data: mmap.mmap, path: Path) -> Header:
     """The header of a GGUF file.
-
-    Args:
-        data: the file's bytes.
-        path: of the file, for messages.
 
     Raises:
         CheckpointError: the file is not a GGUF file of version 2 or 3, is not complete, or has a

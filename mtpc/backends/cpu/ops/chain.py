@@ -28,15 +28,9 @@ _PACKED = {small: large for large, small in GROUPED.items()}
 
 @dataclass(frozen=True)
 class _Stage:
-    """One stage: a kind of packed linears and norms, and the operands of its operator.
-
-    Attributes:
-        kind: one of the capital letters, for grouped linears, too.
-        weight: the packed weight, the codes, or the norm's weight.
-        scales: of a grouped linear; else None.
-        zeros: of a grouped linear that has them; else None.
-        bias: of a linear that has one; else None.
-    """
+    """One stage: a kind of packed linears and norms (a capital letter, for grouped linears, too),
+    and the operands of its operator: its weight or codes, and scales, zeros and a bias where it has
+    them."""
 
     kind: str
     weight: Tensor

@@ -51,13 +51,8 @@ def grouped_linear_max(
 
 @operator(Traits("row", "moves", rows="x"), mutates_args=("x",))
 def clear_idle_rows(x: Tensor, rows: Tensor, features: int) -> None:
-    """Write zeros to rows that are not in use.
-
-    Args:
-        x: [..., F...], dense.
-        rows: int32 or int64 [1], how many leading rows are in use.
-        features: how many last dimensions a row has.
-    """
+    """Write zeros to rows of x [..., F...], dense, that are not in use: `rows`, int32 or int64 [1],
+    says how many leading ones are. A row has the last `features` dimensions."""
     lead = x.shape[: x.dim() - features]
     flat = x.view(lead.numel(), -1)
     flat.copy_(keep_rows(flat, rows))

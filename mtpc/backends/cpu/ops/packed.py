@@ -84,12 +84,7 @@ def packed_linear_max(
 ) -> tuple[Tensor, Tensor]:
     """The largest feature of `packed_linear`: greedy choice by a head whose logits nothing reads.
 
-    Args:
-        x: as in `packed_linear`, like the arguments that follow.
-        weight: as there.
-        features: as there, at least one.
-        bias: as there.
-        rows: as there, for both results.
+    Arguments are those of `packed_linear`, with at least one feature.
 
     Returns:
         Values bfloat16 [...] and features int64 [...] of all rows. As in torch, the first of equals

@@ -78,14 +78,10 @@ class _Stage:
 
 @dataclass
 class _Chain:
-    """A sequence of stages.
+    """A sequence of stages, at least one, and the input of the first.
 
-    Attributes:
-        stages: at least one.
-        x: input of the first stage.
-        residual: what the first norm adds to its input; None without a norm.
-        epsilon: of all norms; None without a norm.
-        total: residual sum of the last norm; None if nothing reads it.
+    The first norm adds `residual` to its input. All norms have one epsilon; both are None without a
+    norm. `total` is the residual sum of the last norm; None if nothing reads it.
     """
 
     stages: list[_Stage]
