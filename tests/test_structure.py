@@ -248,24 +248,24 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14530,
+    "backends": 14510,
     "capture": 1230,
     "certificate": 1510,
-    "cli": 4400,
-    "engine": 5720,
+    "cli": 4360,
+    "engine": 5690,
     "evaluation": 560,
     "host": 520,
     "integrations": 5060,
-    "layout": 1170,
-    "models": 8830,
-    "ops": 2640,
+    "layout": 1160,
+    "models": 8810,
+    "ops": 2630,
     "passes": 2440,
     "program": 5160,
-    "server": 4110,
+    "server": 4070,
     "step": 2010,
     "store": 1080,
     "tuning": 1750,
-    "weights": 8640,
+    "weights": 8600,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

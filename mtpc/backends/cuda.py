@@ -134,7 +134,6 @@ class CudaBackend(GpuBackend):
         self._lower = KeptSteps(store, machine, self._lower, self._note, report)
 
     def lower(self, graph: StepGraph) -> Run:
-        """Compile for the device."""
         return self._lower(graph)
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
@@ -271,7 +270,6 @@ class _SourcesInKeys(CustomGraphPass):
         """Leave the graph as it is."""
 
     def uuid(self) -> str:
-        """A digest of the sources."""
         return sources_digest()
 
 

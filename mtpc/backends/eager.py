@@ -30,7 +30,6 @@ class EagerBackend(GraphBackend):
         return None
 
     def legalise(self) -> tuple[Pass, ...]:
-        """No passes: this backend runs the reference ops."""
         return ()
 
     def lower(self, graph: StepGraph) -> Run:

@@ -43,7 +43,6 @@ class GraphBackend:
     makes_files = False
 
     def build(self, graph: StepGraph) -> Artifact:
-        """The graph without its tensors."""
         held = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
         own, tensors = graph.clone(), dict[str, str]()
         for name in held:

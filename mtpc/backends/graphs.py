@@ -47,8 +47,6 @@ class Graphs(Protocol):
 
 @dataclass(frozen=True)
 class GraphReplay:
-    """Replays a captured graph."""
-
     graph: torch.cuda.CUDAGraph
 
     def __call__(self) -> None:

@@ -42,7 +42,6 @@ class Place:
     like: Tensor
 
     def tensor(self) -> Tensor:
-        """A tensor at this place."""
         like, out = self.like, torch.empty(0, dtype=self.like.dtype)
         storage = self.block.untyped_storage()
         return out.set_(storage, like.storage_offset(), like.shape, like.stride())
@@ -233,7 +232,6 @@ class NullGraphs:
         self.pool = Pool()
 
     def warm_up(self, run: Run) -> None:
-        """Run once, and count it."""
         self.warm_ups += 1
         run()
 
@@ -246,11 +244,9 @@ class NullGraphs:
         return tape.replay
 
     def pool_bytes(self) -> int:
-        """Bytes of the pool."""
         return self.pool.nbytes
 
     def free_bytes(self) -> int | None:
-        """The number of bytes that the constructor was given."""
         return self.free
 
 

@@ -61,7 +61,6 @@ class TapeArtifact:
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """The tape."""
         return {TAPE: self.tape if isinstance(self.tape, bytes) else self.tape.read_bytes()}
 
     def open(

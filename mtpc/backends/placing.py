@@ -19,7 +19,6 @@ class Live:
     last: int
 
     def meets(self, other: Live) -> bool:
-        """Whether both are live at the same node."""
         return self.first <= other.last and other.first <= self.last
 
 
@@ -32,7 +31,6 @@ class Placed:
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
         return self.offset + self.live.nbytes
 
 
@@ -55,5 +53,4 @@ def place_live(live: Iterable[Live]) -> list[Placed]:
 
 
 def pool_bytes(placed: Iterable[Placed]) -> int:
-    """Bytes of a pool that holds all of them."""
     return max((item.end for item in placed), default=0)

@@ -97,7 +97,6 @@ class TapeRecorder:
         self.storages.append(storage)
 
     def slot(self, value: Tensor) -> int:
-        """The number of a tensor of the tape."""
         storage = self._storage_of[value.untyped_storage()._cdata]
         offset = size_text(value, value.storage_offset() - self.storages[storage].base)
         sizes, strides = ([size_text(value, n) for n in of] for of in (value.shape, value.stride()))
@@ -189,7 +188,6 @@ class TapeRecorder:
     # ---- The whole ---------------------------------------------------------------------------
 
     def entries(self) -> tuple[int, list[Entry]]:
-        """Bytes of the arena, and all entries."""
         live = [
             Live(str(number), round_up(storage.entry[1]), storage.first, storage.last)
             for number, storage in enumerate(self.storages)

@@ -65,7 +65,6 @@ class CutStep:
         return made
 
     def counts(self) -> Counter[int]:
-        """Segments of each form."""
         return Counter(self.forms)
 
     def run_of(self, compiled: Sequence[Callable[..., Any]]) -> Run:
@@ -143,7 +142,6 @@ class _Cutter:
         return [*self.cut(calls[:at]), *best, *self.cut(after)]
 
     def segment(self, calls: Sequence[fx.Node]) -> Segment:
-        """The segment of a run of calls."""
         calls = [*self._views(calls), *calls]
         place = {call: index for index, call in enumerate(calls)}
         inputs: dict[fx.Node, int] = {}

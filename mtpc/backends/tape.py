@@ -45,7 +45,6 @@ Entry = Sequence[Any]
 
 
 def write_tape(arena_bytes: int, entries: Sequence[Entry]) -> str:
-    """The text of a tape's file."""
     lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
     return f'{{"arena": {arena_bytes}, "entries": [\n{lines}\n]}}\n'
 
@@ -123,5 +122,4 @@ def _sized(
 
 
 def round_up(nbytes: int) -> int:
-    """The next multiple of LINE."""
     return -(-nbytes // LINE) * LINE

@@ -103,7 +103,6 @@ def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor,
     limit: float = 0.0, limit_input: bool = False, gelu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`mtpc::experts`, in bfloat16."""
     activate = partial(swiglu, limit=limit, limit_input=limit_input, gelu=gelu)
     return _by_groups(x, gate_up, down, expert_ids, expert_weights, activate)
 
@@ -111,7 +110,6 @@ def experts(
 def relu2_experts(
     x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
 ) -> Tensor:
-    """`mtpc::relu2_experts`, in bfloat16."""
     return _by_groups(x, up, down, expert_ids, expert_weights, squared_relu)
 
 

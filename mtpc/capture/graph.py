@@ -45,12 +45,10 @@ class StepGraph:
 
     @property
     def name(self) -> str:
-        """Name of the step for messages and files."""
         return step_name(self.key, self.part)
 
     @property
     def is_flat(self) -> bool:
-        """Whether all pieces have been inlined."""
         return all(node.op != "call_module" for node in self.graph.nodes)
 
     @property

@@ -38,7 +38,6 @@ def _line(node: fx.Node) -> Line:
 
 
 def operator_name(target: OpOverload) -> str:
-    """As a listing has it."""
     namespace, _, name = target._schema.name.partition("::")
     if namespace.startswith("mtpc_"):
         return name

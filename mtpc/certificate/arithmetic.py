@@ -240,7 +240,6 @@ def product(c: Checker) -> Value:
 
 
 def fold(c: Checker) -> Any:
-    """What combines the elements of a dimension."""
     value, axes = c.at("self"), c.args.get("dim")
     if c.base == "layer_norm":
         value, axes = c.at("input"), [-1 - axis for axis in range(len(c.args["normalized_shape"]))]

@@ -205,7 +205,6 @@ class Checker:
         named: Sum | None = None,
         facts: Iterable[Any] = (),
     ) -> Value:
-        """The only result."""
         if kind == Kind.ANY:
             self.unknown("", *(v for v in map(self.at, self.args) if isinstance(v, Value)))
         is_place = named is not None and bool(named.places)

@@ -120,7 +120,6 @@ class BufferGroup:
     spec: BufferSpec
 
     def nbytes(self, layout: Layout) -> int:
-        """Bytes of all buffers together."""
         return sum(layout.nbytes(name) for name in self.names)
 
 

@@ -77,7 +77,6 @@ _SAMPLING = (
 
 
 def build_parser() -> SuggestingParser:
-    """The parser of the command line."""
     parser = SuggestingParser(
         prog="mtpc", description=mtpc.__doc__.splitlines()[0], allow_abbrev=False
     )
@@ -289,7 +288,6 @@ def _add_inspect(parser: SuggestingParser) -> None:
 
 
 def _add_quantize(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `mtpc quantize`."""
     add = parser.add_argument
     text = "checkpoint of plain weights, a GGUF file, or an id of the Hugging Face hub"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
@@ -304,7 +302,6 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_graft(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `mtpc graft`."""
     for name, text in (
         ("base", "checkpoint with MTP layers, of which the fine-tune was made"),
         ("finetune", "checkpoint that lost them, or holds broken ones"),
@@ -314,7 +311,6 @@ def _add_graft(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_vocab(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `mtpc vocab`."""
     add = parser.add_argument
     text = "checkpoint with the tokenizer (default: the demo model)"
     add_values(parser, ("--checkpoint", Path, "DIR", text))
@@ -326,14 +322,12 @@ def _add_vocab(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_models(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `mtpc models`."""
     text = "classes of transformers, as LlamaForCausalLM: say whether each runs, or why it does not"
     parser.add_argument("names", nargs="*", metavar="NAME", help=text)
     add_switches(parser, ("--all", "ask every causal LM class of transformers; takes a minute"))
 
 
 def _add_plan(parser: SuggestingParser) -> None:
-    """Add all options of the command."""
     text = "hub id, or directory with config.json and perhaps *.safetensors (headers are read)"
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     shared = "devices that share one replica of the model (default: all)"

@@ -82,7 +82,6 @@ class Sample:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     prompts: list[Prompt] = chosen_prompts(args)
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)

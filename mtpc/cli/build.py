@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     given = compile_options(args)
     targets = _targets(args, given)
     programs = _programs({**given, "backend": "cuda"} if targets else given)

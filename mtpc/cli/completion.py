@@ -11,7 +11,6 @@ from mtpc.errors import OptionError
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the script, and return the exit code."""
     if find_spec("shtab") is None:
         raise OptionError("completion needs shtab, not installed here: pip install shtab")
     import shtab

@@ -228,7 +228,6 @@ def check_aiter() -> Finding:
 
 
 def _version(name: str) -> str | None:
-    """A distribution's version; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

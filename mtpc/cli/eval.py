@@ -31,7 +31,6 @@ BATCH = (1, 2, 4, 8)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)
     options = dict(given)

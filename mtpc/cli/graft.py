@@ -10,7 +10,6 @@ from mtpc.layout.terminal import show_progress
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
         from mtpc.models.graft import graft

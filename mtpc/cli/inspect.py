@@ -26,7 +26,6 @@ NO_PASS = "no pass"
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)
     CompileOptions.parse(given)

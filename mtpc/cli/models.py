@@ -8,7 +8,6 @@ from mtpc.cli.tables import print_table, say
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     from mtpc.models.derived import classes, why_not
     from mtpc.models.read_config import quiet_transformers
 
@@ -25,7 +24,6 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _print_families() -> None:
-    """The tables of families and of GGUF files."""
     import transformers
 
     from mtpc.models import FAMILIES

@@ -39,7 +39,6 @@ class SuggestingParser(argparse.ArgumentParser):
             self.register("type", kind, parse)
 
     def group(self, title: str) -> Any:
-        """The group of this title."""
         known = [group for group in self._action_groups if group.title == title]
         return known[0] if known else self.add_argument_group(title)
 
@@ -84,8 +83,6 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 class _HelpAll(argparse.Action):
-    """`--help-all`."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         assert isinstance(parser, SuggestingParser)
         parser.show_all()
@@ -125,7 +122,6 @@ def typed(text: str) -> str:
 
 
 def invalid(value: object, expected: str) -> argparse.ArgumentTypeError:
-    """The error for an argument that cannot be used."""
     return argparse.ArgumentTypeError(f"{value!r} is invalid; expected {expected}")
 
 
@@ -174,7 +170,6 @@ def path(text: str) -> Path:
 
 
 def numbers(text: str) -> list[int | str]:
-    """Parse several numbers of drafts, or "auto"."""
     return [AUTO] if text.strip() == AUTO else [*ids(text)]
 
 

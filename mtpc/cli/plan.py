@@ -61,7 +61,6 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _print(models: Sequence[RankModel], device: Device, args: argparse.Namespace) -> int:
-    """Print the tables, and return the exit code."""
     largest = max(models, key=lambda model: model.plan.spec_tokens)
     ranks = largest.ranks
     print_table(
@@ -96,7 +95,6 @@ def _device(args: argparse.Namespace) -> Device:
 
 
 def _memory(model: RankModel, device: Device) -> Iterator[tuple[str, str]]:
-    """Rows of the table of memory."""
     for (part, kind), nbytes in sorted(model.by_kind().items(), reverse=True):
         yield f"weights of the {'MTP layers' if part == 'mtp' else part}, {kind}", \
             format_bytes(nbytes)  # fmt: skip

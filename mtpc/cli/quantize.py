@@ -21,7 +21,6 @@ _TOKENS = 16384
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     with show_progress(sys.stderr) as tell:
         moments = NO_MOMENTS
         if args.calibration is not None:

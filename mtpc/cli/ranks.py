@@ -102,7 +102,6 @@ def _silent_losses(rank: int) -> Iterator[None]:
 
 
 def is_other() -> bool:
-    """Whether this process is another rank than 0."""
     import torch.distributed as dist
 
     return dist.is_initialized() and dist.get_rank() > 0
@@ -133,7 +132,6 @@ class _Child:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it ended before its work was done."""
         return self.process.poll() not in (None, 0)
 
     def last_line(self) -> str:

@@ -24,7 +24,6 @@ SMALL_BYTES = 64 * 2**20
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     checkpoint = chosen_checkpoint(args.checkpoint)
     prompts: list[Prompt] = args.prompts or [DEFAULT_PROMPT]
     # A power of two, as the buckets of `mtpc.compile` are.

@@ -58,7 +58,6 @@ def print_table(
 
 
 def print_rows(title: str, rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a table of rows that have their headings."""
     print_table(title, [*rows[0]] if rows else (), ([*row.values()] for row in rows))
 
 

@@ -19,14 +19,12 @@ FORMS = ("mtp", "eagle3")
 
 
 def add_tune_head(parser: SuggestingParser) -> None:
-    """Arguments of `mtpc tune-head`."""
     text = "directory with config.json and *.safetensors, or an id of the Hugging Face hub"
     parser.set_defaults(form=None)
     _add_training(parser, text, length=192, learning_rate=1e-3)
 
 
 def add_train_draft(parser: SuggestingParser) -> None:
-    """Arguments of `mtpc train-draft`."""
     parser.set_defaults(module="tune_head")
     text = "mtp: one MTP layer as MiMo's; eagle3: a head fed by three layers (default: mtp)"
     parser.add_argument("--form", choices=FORMS, default=FORMS[0], help=text)

@@ -13,7 +13,6 @@ from mtpc.weights.served_model import ServedModel
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code."""
     directory = chosen_checkpoint(args.checkpoint)
     Checkpoint(directory)  # Raises if the directory is not a checkpoint.
     served = ServedModel(str(directory), 0, (), directory)

@@ -40,8 +40,6 @@ MAX_TURN_S = 0.02
 
 
 class _Model(Protocol):
-    """What is needed of a `mtpc.SpecModel`."""
-
     engine: Engine
     served: ServedModel
 

@@ -58,7 +58,6 @@ class BudgetPolicy:
     def _rates(
         self, costs: StepCosts[Shape], num_reqs: int, chances: Sequence[Sequence[float]]
     ) -> dict[Shape, float]:
-        """Expected tokens per second of each step."""
         gains = {
             k: [0.0, *accumulate(sorted((c for row in chances for c in row[:k]), reverse=True))]
             for k in {k for k, _ in self.shapes}

@@ -38,7 +38,6 @@ class Completion(_Facts, str):
 
     @property
     def text(self) -> str:
-        """The text as a plain `str`."""
         return str(self)
 
 
@@ -47,7 +46,6 @@ class TokenCompletion(_Facts, list[int]):
 
     @property
     def token_ids(self) -> list[int]:
-        """The ids as a plain list."""
         return list(self)
 
 
@@ -61,7 +59,6 @@ class Collector:
         self._facts = _Facts()
 
     def add(self, output: Output) -> None:
-        """Take the prompt's next output."""
         facts, seconds = self._facts, time.perf_counter() - self._start_s
         if output.token_ids and not self._token_ids:
             facts.first_token_s = seconds
@@ -73,7 +70,6 @@ class Collector:
         facts.finish_reason = output.finish_reason or facts.finish_reason
 
     def completion(self) -> Completion | TokenCompletion:
-        """The whole answer."""
         made: Completion | TokenCompletion
         if self._is_text:
             made = Completion("".join(self._texts))

@@ -240,7 +240,6 @@ class StepCosts(Generic[T]):
         return {tier: (self.seconds(tier), count > 1) for tier, count in counts}
 
     def seconds(self, tier: T) -> float:
-        """A K's seconds."""
         return math.exp(self._logs[self.tiers.index(tier)])
 
     def doubt(self, tier: T, other: T) -> float:

@@ -38,7 +38,6 @@ class ForcedText:
         return allowed
 
     def rollback(self, count: int) -> None:
-        """Go back by the last `count` tokens."""
         self._taken -= count
 
 

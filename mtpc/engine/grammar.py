@@ -56,7 +56,6 @@ class GrammarMasks:
 
     @property
     def forced_drafts(self) -> int:
-        """Drafts that were replaced because a grammar allowed a single, other token."""
         return self._rows.forced_drafts if self._rows is not None else 0
 
     def write(self, key: StepKey, turn: Turn) -> None:

@@ -30,7 +30,6 @@ class FairLock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has the lock."""
         return bool(self._lock._is_owned())
 
     def in_turn(self) -> AbstractContextManager[object]:

@@ -18,7 +18,6 @@ Sample = tuple[Labels, float]
 
 
 def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
-    """Yield the name and the value of each table row."""
     by_position = " ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position) or "-"
     synthetic = "SYNTHETIC " if stats.synthetic_acceptance_rates else ""
     yield (
@@ -66,7 +65,6 @@ def stats_rows(stats: Stats) -> Iterator[tuple[str, str]]:
 
 
 def _kept(stats: Stats) -> Iterator[tuple[str, str]]:
-    """Rows of what is kept beside the pages."""
     if stats.num_snapshots:
         yield (
             "state snapshots",

@@ -64,11 +64,9 @@ class _Form:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a file."""
         return len(self._found) + self.data.nbytes
 
     def name(self, block: bytes) -> str:
-        """Name of a block's file."""
         return f"{block.hex()}.{self.kind}.safetensors"
 
     def header(self, block: bytes) -> bytes:

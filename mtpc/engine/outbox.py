@@ -33,7 +33,6 @@ class Outbox:
         return bool(self._untold or self._told)
 
     def put(self, request: Request) -> None:
-        """Note that a request has news."""
         self._untold.append(request)
 
     def end(

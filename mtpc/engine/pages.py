@@ -89,7 +89,6 @@ class PagePool:
         return [*self._idle, *reversed(used)]
 
     def users(self, page: int) -> int:
-        """The number of requests that use a page."""
         return self._users[page]
 
     def take(self, count: int) -> list[int]:

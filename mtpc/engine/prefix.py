@@ -84,7 +84,6 @@ class SnapshotIndex:
 
     @property
     def attached(self) -> dict[int, int]:
-        """The snapshots of pages, by page."""
         return self._attached.copy()
 
     def take(self) -> int | None:

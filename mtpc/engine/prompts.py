@@ -68,13 +68,11 @@ def is_single(prompts: Any) -> bool:
 
 
 def is_conversation(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages."""
     is_row = isinstance(prompt, (list, tuple))
     return is_row and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def is_text(prompt: Any) -> bool:
-    """Whether the answer to a prompt is text."""
     return isinstance(prompt, str) or is_conversation(prompt)
 
 

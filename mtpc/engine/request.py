@@ -166,7 +166,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and the output together."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property

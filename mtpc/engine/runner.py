@@ -123,7 +123,6 @@ class StepRunner:
         return turn.without(failed) if failed else turn
 
     def _launch(self, turn: Turn) -> PendingStep:
-        """Write the step's own rows, and launch it."""
         start = time.perf_counter()
         if turn.phase == "prefill":
             key = self.program.prefill_key()

@@ -64,7 +64,6 @@ class Turn:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the step."""
         return "prefill" if self.prompts else "decode"
 
     @property
@@ -120,7 +119,6 @@ class Scheduler:
         self._placed: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -161,7 +159,6 @@ class Scheduler:
             self.waiting.append(request)
 
     def describe(self, stats: Stats) -> None:
-        """Write the state of the queues and of the page pool into statistics."""
         stats.preemptions, stats.reused_tokens = self.num_preemptions, self.reused_tokens
         stats.num_waiting, stats.num_running = len(self.waiting), len(self.running)
         stats.num_pages, stats.pages_idle = self.pages.count, self.pages.num_idle

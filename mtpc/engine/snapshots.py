@@ -72,7 +72,6 @@ class SlotStates:
         return self.prefixes
 
     def _open_offload(self, fallbacks: Counter[str]) -> Offload | None:
-        """The files of `kv_offload_dir`, if there is one."""
         options, program = self._options, self._program
         if not options.kv_offload_dir:
             return None
@@ -146,7 +145,6 @@ class SlotStates:
             self._copy(snapshots[snapshot], slots[request.slot - 1])
 
     def describe(self, stats: Stats, index: PrefixIndex) -> None:
-        """Write the state of the snapshots into statistics."""
         snapshots = index.snapshots
         stats.num_snapshots, stats.snapshots_used = snapshots.count, snapshots.num_used
         stats.snapshot_bytes = snapshots.num_used * self.nbytes

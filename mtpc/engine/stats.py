@@ -61,7 +61,6 @@ class DraftCounts:
 
     @property
     def by_position(self) -> list[float]:
-        """Accepted drafts divided by verified ones."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @property

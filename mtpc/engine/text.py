@@ -43,7 +43,6 @@ class Detokeniser:
         self._num_waiting = 0  # Tokens at the window's end whose text was not.
 
     def push(self, token_id: int) -> str:
-        """Add a token, and return the new text."""
         self._window.append(token_id)
         self._num_waiting += 1
         text = self._decode(self._window)

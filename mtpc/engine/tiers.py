@@ -239,7 +239,6 @@ class TierPolicy:
         self.experience.add(drafts, each)
 
     def _rate(self, cell: StepCosts[int], tier: int) -> float:
-        """Tokens per second: L(K) / T(K)."""
         return self._lengths[tier] / cell.seconds(tier)
 
     def _nearest(self, place: Place) -> StepCosts[int] | None:
@@ -257,7 +256,6 @@ def _place(num_reqs: int, context: int) -> Place:
 
 
 def to_json(costs: Costs) -> bytes:
-    """The costs of all cells as text."""
     rows = [[*place, [[k, *known] for k, known in cell.items()]] for place, cell in costs.items()]
     return json.dumps(rows).encode()
 

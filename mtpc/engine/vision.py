@@ -42,7 +42,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def count_images(messages: Messages) -> int:
-    """How many images checked messages have."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return sum(part.get("type") in ("image", "image_url") for part in parts)
@@ -120,7 +119,6 @@ class Vision:
 
     @cached_property
     def tower(self) -> VisionTower:
-        """The vision tower."""
         from mtpc.models.vision import open_tower
 
         return open_tower(Checkpoint(self._directory), self._dtype, self._device)
@@ -234,7 +232,6 @@ class Vision:
         return rows
 
     def _patches(self, images: Sequence[Image]) -> list[ImagePatches]:
-        """What the tower takes of each image."""
         process = self._processor
         try:
             made = process(images=list(images), return_tensors="pt")

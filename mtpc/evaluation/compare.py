@@ -57,7 +57,6 @@ def answer_questions(
     prompts: Sequence[list[int]],
     max_new_tokens: int,
 ) -> Outcome:
-    """Answer the questions of a file."""
     with measured(engine) as outcome:
         stops = [question.stop for question in questions]
         outcome.texts = engine.answer(prompts, [max_new_tokens] * len(prompts), stops)
@@ -97,7 +96,6 @@ class Row:
 
 
 def compare(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Compare each outcome with the first."""
     return [_row(outcome, outcomes) for outcome in outcomes]
 
 
@@ -155,6 +153,5 @@ def cells(row: Row, is_first: bool) -> list[str]:
 
 
 def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Rows and outcomes."""
     rows = [asdict(row) for row in compare(outcomes)]
     return {"rows": rows, "outcomes": [asdict(outcome) for outcome in outcomes]}

@@ -79,7 +79,6 @@ class TransformersEngine:
     def answer(
         self, prompts: Sequence[list[int]], limits: Sequence[int], stops: Sequence[tuple[str, ...]]
     ) -> list[str]:
-        """See `MtpcEngine`."""
         return [self._answer(*row) for row in zip(prompts, limits, stops, strict=True)]
 
     def _answer(self, prompt: list[int], limit: int, strings: tuple[str, ...]) -> str:
@@ -100,7 +99,6 @@ class TransformersEngine:
     def prompt_logprobs(
         self, prompts: Sequence[list[int]], starts: Sequence[int]
     ) -> list[list[TokenLogprobs]]:
-        """See `MtpcEngine`."""
         rows = []
         for ids, start in zip(prompts, starts, strict=True):
             logits = self.model(torch.tensor([ids]), use_cache=False).logits[0, start - 1 : -1]

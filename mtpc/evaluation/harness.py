@@ -33,7 +33,6 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the tokenizer in the harness's caches."""
         return self._engine.served.name
 
     def tok_encode(

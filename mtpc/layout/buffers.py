@@ -239,7 +239,6 @@ def copy_specs(beside: bool) -> tuple[BufferSpec, ...]:
 
 
 def budget_specs() -> tuple[BufferSpec, ...]:
-    """What a budget of rows adds."""
     return (
         _state("draft_counts", (S, K_MAX, 2), torch.float32, 0,
                "with a budget of rows: how many drafts were judged at each position, and how many "
@@ -257,7 +256,6 @@ SYNTHETIC_PERIOD = 4096
 
 
 def synthetic_specs() -> tuple[BufferSpec, ...]:
-    """What synthetic acceptance adds."""
     meaning = (
         "with synthetic acceptance: how many drafts a step accepts, by committed length modulo "
         "the number of entries. Written when the rates change"

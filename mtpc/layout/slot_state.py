@@ -62,5 +62,4 @@ def snapshot_count(layout: Layout, plan: Plan) -> int:
 
 
 def snapshots_nbytes(layout: Layout, plan: Plan) -> int:
-    """Bytes of all snapshots together."""
     return snapshot_nbytes(layout) * snapshot_count(layout, plan)

@@ -106,7 +106,6 @@ class BufferSpec:
 
     @property
     def shared(self) -> bool:
-        """Whether all buckets use the same tensor."""
         return not self.name.startswith("batch.")
 
 
@@ -159,7 +158,6 @@ class Layout(Mapping[str, BufferSpec]):
         return Layout(specs.values(), self.sizes, self.open_sizes)
 
     def extended(self, specs: Iterable[BufferSpec]) -> Layout:
-        """A layout with further buffers."""
         return Layout([*self._specs.values(), *specs], self.sizes, self.open_sizes)
 
     def allocate(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -176,13 +176,11 @@ class RingKV:
     pages: int
 
     def write(self, first: Tensor, second: Tensor, metadata: Metadata) -> None:
-        """As `PagedKV.write`."""
         PagedKV(self.k, self.v).write(first, second, self._metadata(metadata))
 
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Metadata, **options: Any
     ) -> Tensor:
-        """As `PagedKV.attend`."""
         assert options.get("sliding_window"), f"layer {module.layer_idx} needs pages, not a ring"
         rings = self._metadata(metadata)
         return PagedKV(self.k, self.v).attend(module, query, scale, rings, **options)

@@ -130,7 +130,6 @@ def _language_model(name: str) -> tuple[Any, Any] | None:
 
 
 def _family(names: tuple[str, ...], kind: Any, config: Any) -> ModelFamily:
-    """The family of a class, with a config of a class, without MTP layers."""
     base = transformers.PreTrainedConfig.__mro__
     own = [vars(each) for each in config.__mro__ if each not in base]
     known = {name for entries in own for name in (*entries, *entries.get("__annotations__", ()))}

@@ -236,7 +236,6 @@ class Pairing:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers of the target."""
         return int(self.target.num_hidden_layers) // self.family.caches_per_layer
 
     def check_layer_ids(self, ids: Any, entry: str) -> tuple[int, ...]:

@@ -93,7 +93,6 @@ class VisionParts:
 
 
 def nextn_layers(config: Any) -> int:
-    """Number of MTP layers in a config; 0 if it does not say."""
     return int(getattr(config, "num_nextn_predict_layers", 0) or 0)
 
 
@@ -196,7 +195,6 @@ class ModelFamily:
 
     @property
     def hf_class(self) -> str:
-        """Name of the target's class in transformers."""
         return self.class_name or self.architectures[0]
 
     def inner_names(self) -> dict[str, str]:

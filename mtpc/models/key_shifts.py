@@ -45,7 +45,6 @@ class KeyShifts(nn.Module):
             self.register_buffer("share", share, persistent=False)
 
     def forward(self, layer: int) -> Tensor:
-        """Of one of `attentions`."""
         bias = self.attentions[layer].k_proj.bias
         return bias.view(-1, self.share.shape[0]) * self.share.to(bias.dtype)
 

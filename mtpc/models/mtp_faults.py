@@ -61,7 +61,6 @@ class MTPTensors:
         return self.family.num_mtp_layers(self.config)
 
     def prefix(self, index: int) -> str:
-        """What the names of MTP layer `index` begin with."""
         return self.family.layer_prefix(self.config.num_hidden_layers, index)
 
     def layers(self) -> list[list[str]]:

@@ -200,7 +200,6 @@ def _experts(module: Any, x: Tensor, *_: Tensor) -> Tensor:
 
 
 def _window(mask: _Mask) -> int:
-    """`_Mask.window`."""
     back = 2 ** torch.arange(41)
     behind = torch.full_like(back, _FAR)
     seen = mask.sees(behind, behind - back + 1)

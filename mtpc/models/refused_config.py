@@ -146,7 +146,6 @@ def _sizes_of(file: ConfigFile, family: ModelFamily, name: str) -> Iterator[str]
 
 
 def _edited(file: ConfigFile, config: dict[str, Any]) -> ConfigFile:
-    """A file with other entries."""
     edited = copy.copy(file)
     edited.config = config
     return edited
@@ -199,7 +198,6 @@ def _guilty(
 
 
 def said(error: Exception) -> str:
-    """An error as part of a line."""
     while isinstance(error, StrictDataclassError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # The error of one of transformers' own checks.
     kind = "" if isinstance(error, (MtpcError, TypeError, ValueError)) else type(error).__name__

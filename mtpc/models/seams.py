@@ -74,7 +74,6 @@ class StepContext(Metadata):
 
     @classmethod
     def of(cls, metadata: tuple[Tensor, ...], layers: dict[int, Any]) -> StepContext:
-        """From the fields of `Metadata`, in its order."""
         return cls(**vars(Metadata(*metadata)), layers=layers)
 
     def update(
@@ -117,7 +116,6 @@ def _attention(
 
 
 def _experts(module: Any, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
-    """The experts function that transformers calls."""
     chosen = (expert_ids, expert_weights)
     gate = getattr(module, "mtpc_gate", None)
     if isinstance(gate, Gate):

@@ -64,7 +64,6 @@ def spread(rows: Tensor) -> Tensor:
 
 
 def unspread(rows: Tensor) -> Tensor:
-    """The reverse of `spread`."""
     return spread(rows) / (rows.shape[-1] & -rows.shape[-1])
 
 

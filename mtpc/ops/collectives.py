@@ -62,7 +62,6 @@ def all_reduce(part: Tensor, group: str) -> Tensor:
 
 
 def summed(part: Tensor, group: str) -> Tensor:
-    """As `all_reduce`."""
     wide = torch.promote_types(part.dtype, torch.float32)
     first, *others = parts_of(part, group)
     total = first.to(wide, copy=True)

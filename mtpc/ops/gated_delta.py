@@ -21,8 +21,6 @@ _EPSILON = 1e-6
 
 
 class _Terms(NamedTuple):
-    """The inputs of the recurrence."""
-
     query: Tensor  # [..., HV, Dk]
     key: Tensor  # [..., HV, Dk]
     value: Tensor  # [..., HV, Dv]
@@ -38,7 +36,6 @@ class _GatedDelta(Rule):
     value_dim: int
 
     def terms(self, taps: Tensor, rows: Tensor) -> _Terms:
-        """Convolution, gates and norms."""
         acc = torch.promote_types(rows.dtype, torch.float32)
         heads = self.a_log.shape[0]
         mixed = (taps.to(acc) * self.conv.to(acc).t()).sum(-2).to(rows.dtype)

@@ -18,8 +18,6 @@ from mtpc.ops.traits import operator
 
 
 class _Terms(NamedTuple):
-    """The inputs of the recurrence."""
-
     decay: Tensor  # [..., HV]
     b: Tensor  # [..., HV, N]
     c: Tensor  # [..., HV, N]

@@ -145,7 +145,6 @@ class _Writer:
         return True
 
     def run(self) -> fx.GraphModule:
-        """A module with everything."""
         start, size = self.periods
         end = start + 2 * size
         for call in self.calls[:end]:

@@ -37,7 +37,6 @@ class LinearGroup:
 
     @property
     def features(self) -> int:
-        """Sum of their output features."""
         return sum(_features(node) for node in self.nodes)
 
     @property

@@ -43,7 +43,6 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
         said = self.text or self.reasoning or self.calls
         return not (said or self.finish_reason or self.logprobs or self.token_ids)
 
@@ -58,7 +57,6 @@ class Usage:
     cached_tokens: int
 
     def json(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -197,7 +195,6 @@ def _message(text: str, pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _part_json(part: CallPart) -> dict[str, Any]:
-    """A part of a call in a chunk."""
     if part.id is None:
         return {"index": part.index, "function": {"arguments": part.arguments}}
     function = {"name": part.name, "arguments": part.arguments}
@@ -205,8 +202,6 @@ def _part_json(part: CallPart) -> dict[str, Any]:
 
 
 class Chunks:
-    """Encodes the chunks of one choice in a stream."""
-
     def __init__(self, answer: Answer, index: int):
         self._answer, self._index, self._offset, self._is_first = answer, index, 0, True
 

@@ -95,11 +95,9 @@ class Endpoints:
         return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
 
     async def version(self, request: Request) -> Response:
-        """The version of mtpc."""
         return JSONResponse({"version": __version__})
 
     async def docs(self, request: Request) -> Response:
-        """A page about this server."""
         paths = [(m, path, inspect.getdoc(getattr(self, name)) or "") for m, path, name in ROUTES]
         first = [(method, path, text.partition("\n")[0]) for method, path, text in paths]
         return HTMLResponse(docs_page(self._service.model_name, __version__, first))
@@ -118,7 +116,6 @@ class Endpoints:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Continue one prompt or several."""
         return await self._generate(request, is_chat=False)
 
     async def chat(self, request: Request) -> ASGIApp:
@@ -168,7 +165,6 @@ class Endpoints:
         return JSONResponse({"prompt": served.decode(ids, True)})
 
     async def _fields(self, endpoint: str, request: Request, held: HeldBody) -> dict[str, Any]:
-        """The checked fields of a request."""
         service = self._service
         read = partial(
             _read_fields, endpoint, await service.bodies.read(request, held, service.options)
@@ -309,7 +305,6 @@ class Gate:
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -35,11 +35,9 @@ class HeldBody:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether its reader waits for more."""
         return self.limit is not None and not self.limit.expired()
 
     def drop(self) -> None:
-        """Make its reader raise."""
         if self.is_arriving and self.limit is not None:
             self.limit.reschedule(asyncio.get_running_loop().time())
         self.size, self.limit, self.is_dropped = 0, None, True

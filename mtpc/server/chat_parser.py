@@ -25,8 +25,6 @@ class CallPart:
 
 @dataclass
 class Delta:
-    """What new text adds to a message."""
-
     content: str = ""
     reasoning: str = ""
     calls: list[CallPart] = field(default_factory=list)
@@ -65,7 +63,6 @@ class ChatParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether there has been a call."""
         return self._num_calls > 0
 
     def push(self, text: str, last: bool = False) -> Delta:
@@ -167,8 +164,6 @@ class ChatParser:
 
 
 class _OpenCall:
-    """A call that is being written."""
-
     def __init__(self, form: ToolFormat):
         self._form, self.text, self._sent = form, "", 0
         self.name: str | None = None

@@ -89,7 +89,6 @@ class GuardedProtocol:
         self._inner.connection_made(cast(asyncio.Transport, _ClosedByGuard(transport, self)))
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Remove the connection and stop its timers."""
         if self._is_refused:
             return
         assert self._ends is not None
@@ -298,7 +297,6 @@ class _Timer:
         self._handle = asyncio.get_running_loop().call_later(wait_s, self._fire)
 
     def stop(self) -> None:
-        """Stop the timer, if it runs."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -163,8 +163,6 @@ def _read(function: Mapping[str, Any]) -> Any:
 
 @dataclass
 class _Writer:
-    """Writes the grammar of an answer."""
-
     lark: Lark
     form: ToolFormat | None
     schemas: Mapping[str, Schema]

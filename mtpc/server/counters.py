@@ -23,12 +23,10 @@ class Histogram:
         self._counts, self._sum = [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def lines(self) -> Iterator[str]:
-        """The histogram's lines in Prometheus' text format."""
         name, total = f"{PREFIX}{self._name}", 0
         yield f"# HELP {name} {self._description}"
         yield f"# TYPE {name} histogram"

@@ -54,7 +54,6 @@ class ApiError(MtpcError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The HTTP headers of the response."""
         headers = {"content-type": "application/json"}
         if self.status in (429, 503):
             headers["retry-after"] = str(RETRY_AFTER_S)

@@ -202,7 +202,6 @@ def _message(name: str, value: Any) -> dict[str, Any]:
 
 
 def _calls(name: str, value: Any) -> list[dict[str, Any]]:
-    """The tool calls of an earlier message of the assistant."""
     if not isinstance(value, list):
         raise _refuse(name, value, "a list of calls")
     for i, call in enumerate(value):

@@ -49,7 +49,6 @@ class Choice:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the answer has log-probabilities of the prompt."""
         return self.echo is not None and self.sampling.logprobs is not None
 
     def check(self, engine: AsyncEngine, stop_ids: tuple[int, ...]) -> None:

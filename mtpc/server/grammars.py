@@ -23,18 +23,15 @@ class Matcher:
         self._matcher, self._param = matcher, param
 
     def fill_mask(self, words: Tensor) -> None:
-        """Clear the bits of tokens that may not come next."""
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * words.numel())
         self.check()
 
     def advance(self, token_id: int) -> bool:
-        """Take a token, if it may come next."""
         is_taken = bool(self._matcher.try_consume_tokens([token_id]) == 1)
         self.check()
         return is_taken
 
     def rollback(self, count: int) -> None:
-        """Go back by the last `count` tokens."""
         self._matcher.rollback(count)
 
     def check(self) -> None:
@@ -66,8 +63,6 @@ class Matcher:
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer of one model."""
-
     def __init__(self, served: ServedModel):
         self._served = served
 

@@ -45,7 +45,6 @@ class Lark:
         return f"{self._rule(_ANY)} {self.text(end[match.start() :])}"
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """An expression for JSON of a schema."""
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': _GUIDANCE})}")
 
     def structured(self, wanted: Mapping[str, Any]) -> str:

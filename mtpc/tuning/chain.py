@@ -185,7 +185,6 @@ class Teacher:
 
     @property
     def text_config(self) -> Any:
-        """The config of the language model."""
         return self.model.config.get_text_config(decoder=True)
 
     @torch.no_grad()

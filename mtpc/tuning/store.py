@@ -52,7 +52,6 @@ class Chunks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no chunk is missing."""
         return all(map(self._is_made, range(-(-len(self._given) // CHUNK_ROWS))))
 
     def _is_made(self, chunk: int) -> bool:

@@ -45,7 +45,6 @@ class Texts:
 
     @property
     def trained(self) -> int:
-        """N."""
         return len(self.rows) - self.held_out
 
 

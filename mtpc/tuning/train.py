@@ -286,7 +286,6 @@ class Training:
 
     @torch.no_grad()
     def _use(self, values: Mapping[str, Tensor]) -> None:
-        """Let the model have these values of the trained tensors."""
         for name, parameter in self._model.trained.items():
             parameter.copy_(values[name])
 
@@ -321,7 +320,6 @@ def _percent(shares: Sequence[float]) -> str:
 
 
 def _means(found: list[tuple[float, list[float]]]) -> dict[str, Any]:
-    """The mean loss of several steps, and the mean shares of right drafts by position."""
     losses, shares = zip(*found, strict=True)
     right = [round(fmean(column), 4) for column in zip(*shares, strict=True)]
     return {"loss": round(fmean(losses), 4), "right": right}

@@ -48,7 +48,6 @@ class Block:
 
     @property
     def form(self) -> GroupForm:
-        """The form of a weight of these codes."""
         assert self.kind is not None
         return GroupForm.of(self.kind, self.group, self.scales, has_mins=self.has_mins)
 
@@ -63,7 +62,6 @@ class BlockRows:
 
     @property
     def form(self) -> GroupForm:
-        """The form of `decoded`."""
         return self.block.form
 
     @property
@@ -73,14 +71,12 @@ class BlockRows:
         return [half_at(blocks, start) for start in self.block.halves]
 
     def decoded(self) -> GroupedWeight:
-        """The same as codes and scales."""
         assert self.block.decode is not None
         says = self.block.decode(self.raw.unflatten(-1, (-1, self.block.nbytes)))
         mins = None if says.zeros is None else says.zeros.flatten(-2)
         return GroupedWeight(self.form, says.codes.flatten(-2), says.scales.flatten(-2), mins)
 
     def widened(self) -> GroupedWeight:
-        """As `GroupedWeight.widened`."""
         return self.decoded().widened()
 
 

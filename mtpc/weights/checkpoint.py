@@ -80,7 +80,6 @@ class Checkpoint(CheckpointFiles):
         self.target_tensors = self.tensors
 
     def _find_quantised(self) -> tuple[dict[str, QuantisedWeight], list[str]]:
-        """See `mtpc.weights.formats.find_quantised`; nothing where all tensors look plain."""
         says = any(part.get("quantization_config") for part in (self.text_config, self.config))
         # Nothing looks like codes or their scales, so that no format need be asked.
         if not says and all(
@@ -182,7 +181,6 @@ class Checkpoint(CheckpointFiles):
             )
 
     def names(self, prefix: str = "") -> list[str]:
-        """Tensor names that begin with `prefix`."""
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def tensor(self, name: str) -> Tensor:

@@ -119,7 +119,6 @@ class ConfigFile:
 
     @property
     def config_path(self) -> Path:
-        """The file that describes the model."""
         return self.directory / CONFIG
 
     def _read_config(self) -> dict[str, Any]:
@@ -204,17 +203,14 @@ class CheckpointFiles(ConfigFile):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The files that hold its tensors."""
         return tuple(self._files)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files that hold its tensors."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
     def files(self) -> Iterable[TensorFile]:
-        """The files, opened."""
         return self._files.values()
 
     @property

@@ -29,7 +29,6 @@ class QkvRows:
 
     @property
     def count(self) -> int:
-        """Number of rows."""
         return sum(stop - start for start, stop in self.runs)
 
 

@@ -83,7 +83,6 @@ class GroupSpec:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """The tensors of a weight."""
         has_zeros = self.form.has_zeros or (self.form.has_mins and not self.form.super_block)
         return ("codes", "scales", "zeros") if has_zeros else ("codes", "scales")
 
@@ -94,7 +93,6 @@ class GroupSpec:
         return replace(self if as_stored else self.widened(), form=form)
 
     def widened(self) -> GroupSpec:
-        """The spec of `GroupedWeight.widened`."""
         scales = _WIDENED.get(self.scales, self.scales)
         return replace(self, form=self.form.widened(), scales=scales)
 
@@ -152,7 +150,6 @@ class GroupedRows:
     take: Callable[[Runs, int], GroupedRows] | None = None
 
     def whole(self) -> GroupedWeight:
-        """All rows."""
         return self.read(0, self.shape[0]).decoded()
 
 
@@ -198,8 +195,6 @@ def pack_rows(rows: GroupedRows, spec: GroupSpec, packer: Packer = PACKER) -> Pa
 
 
 def rows_of(weight: GroupedWeight) -> GroupedRows:
-    """The rows of a weight that is in memory."""
-
     def read(start: int, stop: int) -> SomeRows:
         return _map([weight], lambda tensors: tensors[0][start:stop])
 

@@ -73,7 +73,6 @@ def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def count_tiles(features: int) -> int:
-    """Number of tiles that hold so many output features."""
     return -(-features // TILE)
 
 

@@ -109,7 +109,6 @@ def with_parts(recipe: Recipe, change: Callable[[Recipe], Recipe]) -> Recipe:
 
 
 def names(recipe: Recipe) -> Iterator[str]:
-    """Names of all tensors that a recipe uses."""
     if isinstance(recipe, str):
         yield recipe
     for part in parts_of(recipe):
@@ -150,7 +149,6 @@ class Held:
         return cast(self.form(next(names(part))), part)
 
     def codes(self, part: Recipe, spec: GroupSpec) -> GroupedRows:
-        """Rounded on demand."""
         from mtpc.weights.quantise import quantised_rows  # Few starts round weights.
 
         return quantised_rows(self.read(part), spec)

@@ -83,7 +83,6 @@ class ServedModel:
 
     @cached_property
     def _place(self) -> Path | None:
-        """The file with the tokenizer."""
         return None if self.directory is None else find_tokenizer(self.directory)[0]
 
     @cached_property

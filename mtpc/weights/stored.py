@@ -79,7 +79,6 @@ class StoredWeights:
         self._copies: dict[str, str] = {}
 
     def know(self, recipes: Mapping[str, Recipe], ends: Iterable[str]) -> None:
-        """Add weights by their recipes; see the class."""
         self._recipes |= recipes
         self._ends.update(ends)
 

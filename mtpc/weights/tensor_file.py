@@ -103,7 +103,6 @@ class StoredTensor:
 
     @property
     def span(self) -> Span:
-        """Where its values are."""
         return Span(self.path, self.begin, self.nbytes)
 
     @property
@@ -235,7 +234,6 @@ class TensorFile:
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
 
     def sample(self, name: str, nbytes: int) -> bytes:
-        """Bytes from the middle of a tensor, as stored."""
         stored = self.tensors[name]
         begin = stored.begin + max(stored.nbytes - nbytes, 0) // 2
         return self._map[begin : min(begin + nbytes, stored.begin + stored.nbytes)]

@@ -129,7 +129,6 @@ class Weights:
         return self[name]
 
     def is_made(self, name: str) -> bool:
-        """Whether the weight has its values."""
         return name in self and name not in self._deferred
 
     def can_make(self, name: str) -> bool:

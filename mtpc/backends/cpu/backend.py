@@ -84,7 +84,6 @@ class CpuBackend:
         return None
 
     def legalise(self) -> tuple[Pass, ...]:
-        """The C++ kernels for `mtpc::` ops."""
         return (UseCpuKernels(),)
 
     def build(self, graph: StepGraph) -> TapeArtifact:

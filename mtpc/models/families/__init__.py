@@ -58,7 +58,6 @@ def serving(architectures: Collection[str]) -> ModelFamily | None:
 
 
 def every_family() -> tuple[ModelFamily, ...]:
-    """All families, in the order of the table."""
     return tuple(family for name in MODULES for family in _families(name))
 
 

@@ -40,7 +40,6 @@ def _block_config(config: Any) -> Any:
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State buffers by the layer's attention type; MTP layers slide."""
     slides = layer >= config.num_hidden_layers or config.layer_types[layer] == _SLIDING
     window = config.sliding_window if slides else 0
     return kv_specs(layer, dtype, config.num_key_value_heads, (config.head_dim,) * 2, window)

@@ -89,7 +89,6 @@ def _block_config(config: Any) -> Any:
 
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
-    """State buffers by the layer's attention type."""
     mtp_layer = layer - config.num_hidden_layers
     kind = config.layer_types[layer] if mtp_layer < 0 else _attention_type(config, mtp_layer)
     window = config.sliding_window if kind == _SLIDING else 0

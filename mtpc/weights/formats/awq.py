@@ -33,7 +33,6 @@ _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     stems = [name.rpartition(".")[0] for name in tensors if name.endswith(".qweight")]
     left_out = texts(says, "modules_to_not_convert")
     setting(says, "version", "gemm", "gemm", "GEMM")

@@ -38,7 +38,6 @@ _DTYPES = ("F32", "BF16", "F8_E8M0")
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The block-scaled weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     found, block = [], block_of(says)
     for name, stored in tensors.items():
         is_narrow = stored.is_narrow and stored.dtype != "F8_E8M0"

@@ -67,7 +67,6 @@ _ZEROS = "its zero points"
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     groups, ignored = _groups_of(says), texts(says, "ignore")
     found = []
     for name, stored in tensors.items():
@@ -271,7 +270,6 @@ def _decode_plain(parts: Mapping[str, Tensor], columns: int) -> Decoded:
 
 
 def _unsigned(values: Tensor) -> Tensor:
-    """int8 plus 128, as uint8."""
     return values.view(torch.uint8) ^ 128
 
 

@@ -30,7 +30,6 @@ _GATES, _UPS, _DOWN = (f".experts.{part}" for part in ("gate_proj", "up_proj", "
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     found = []
     for name, stored in tensors.items():
         if not isinstance(stored, GgufTensor):

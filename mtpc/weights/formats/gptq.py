@@ -43,7 +43,6 @@ IGNORED: tuple[str, ...] = ()
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     stems = [name.rpartition(".")[0] for name in tensors if name.endswith(".qweight")]
     return [_weight(tensors, stem, _settings(says, stem)) for stem in stems]
 

@@ -38,7 +38,6 @@ _BLOCK = 128
 
 
 def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[QuantisedWeight]:
-    """The quantised weights of a checkpoint; see `mtpc.weights.formats.Format`."""
     apart = says.get("quantization")  # As hf_quant_config.json has it.
     _check_algorithms(apart if isinstance(apart, dict) else says)
     found = []

@@ -28,7 +28,6 @@ class Metadata:
         self.tensors = header.tensors
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of any type."""
         return self.header.metadata.get(f"{self.arch}.{name}", default)
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -167,7 +167,6 @@ class GgufFile(TensorFile):
         return self._values(stored.span, DTYPES[stored.dtype]).view(stored.shape)
 
     def raw(self, begin: int, end: int) -> bytes:
-        """Bytes [begin, end) of the file."""
         return self._map[begin:end]
 
     def pieces(self, name: str) -> Iterator[Tensor]:
