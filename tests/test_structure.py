@@ -248,24 +248,24 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14510,
-    "capture": 1230,
+    "backends": 14500,
+    "capture": 1220,
     "certificate": 1510,
     "cli": 4360,
-    "engine": 5690,
+    "engine": 5670,
     "evaluation": 560,
     "host": 520,
     "integrations": 5060,
     "layout": 1160,
-    "models": 8810,
+    "models": 8790,
     "ops": 2630,
-    "passes": 2440,
+    "passes": 2430,
     "program": 5160,
     "server": 4070,
     "step": 2010,
     "store": 1080,
-    "tuning": 1750,
-    "weights": 8600,
+    "tuning": 1740,
+    "weights": 8570,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -70,11 +70,7 @@ class KeptSteps:
     report: Report = silent
 
     def __call__(self, graph: StepGraph) -> Run:
-        """Lower a step, by its entry if there is one.
-
-        Raises:
-            BackendError: see `lower`.
-        """
+        """Lower a step, by its entry if there is one. Raises BackendError: see `lower`."""
         fields = {**step_fields(graph), **self.machine}
         try:
             # No other user may write there: torch runs what it finds, and the graph cache keeps it.
@@ -205,11 +201,8 @@ def _names(info: CacheInfo) -> Names:
 
 
 def _load(entry: Entry, name: str) -> Names:
-    """Put a file's artifacts into torch's caches. torch unpickles them: they are code.
-
-    Raises:
-        DamagedEntryError: the file was changed, or torch cannot read it.
-    """
+    """Put a file's artifacts into torch's caches. torch unpickles them: they are code. Raises
+    DamagedEntryError: the file was changed, or torch cannot read it."""
     data = entry.read(name)
     try:
         info = torch.compiler.load_cache_artifacts(data)

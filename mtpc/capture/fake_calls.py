@@ -62,10 +62,7 @@ class _Memory:
 
     def moved(self, value: Any) -> Any:
         """The result, moved to the new call: tensors over no argument's memory get new memory.
-
-        Raises:
-            _UnlikeError: it has open sizes, or is known to be a constant.
-        """
+        Raises _UnlikeError: it has open sizes, or is known to be a constant."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.moved, value))
         if value is None or id(value) in self._tensors:

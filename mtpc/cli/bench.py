@@ -136,11 +136,8 @@ def _measure(
     measure: Callable[..., Sample | None],
     tell: Tell,
 ) -> tuple[dict[Variant, list[Sample]], BaseException | None]:
-    """Samples of each variant that has some, and the error that ended the rounds early.
-
-    Raises:
-        MtpcError: there was an error, and no sample before it.
-    """
+    """Samples of each variant that has some, and the error that ended the rounds early. Raises
+    MtpcError: there was an error, and no sample before it."""
     samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
     failure: BaseException | None = None
     try:

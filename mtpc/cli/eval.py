@@ -75,11 +75,8 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _task(args: argparse.Namespace, checkpoint: Path) -> Answering:
-    """What runs the task on an engine.
-
-    Raises:
-        OptionError: the task is unknown, its file is invalid, or the harness is not installed.
-    """
+    """What runs the task on an engine. Raises OptionError: the task is unknown, its file is
+    invalid, or the harness is not installed."""
     if Path(args.task).suffix in (".jsonl", ".json"):
         from mtpc.evaluation.compare import answer_questions
         from mtpc.evaluation.tasks import encode_all, read_task

@@ -106,11 +106,8 @@ def _build(
 
 
 def _last_pass(plan: Plan, backend: Backend, after: str | None, before: str | None) -> str | None:
-    """The last pass to run: its name, None for the whole pipeline, or NO_PASS.
-
-    Raises:
-        OptionError: the requested pass is unknown or off.
-    """
+    """The last pass to run: its name, None for the whole pipeline, or NO_PASS. Raises OptionError:
+    the requested pass is unknown or off."""
     from mtpc.backends.pipeline import pass_names, select_passes
     from mtpc.passes.copy_layers import CopyLayers
 

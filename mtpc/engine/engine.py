@@ -109,11 +109,8 @@ class Engine:
             return any(r.on_output is None for r in self._outbox.requests.values())
 
     def _begin(self, name: str) -> bool:
-        """Begin a call under the lock, and return whether it is made inside another one.
-
-        Raises:
-            RequestError: a grammar's method makes this call.
-        """
+        """Begin a call under the lock, and return whether it is made inside another one. Raises
+        RequestError: a grammar's method makes this call."""
         is_nested = self._lock.arrived()
         if not is_nested:
             self._settle(KeyboardInterrupt())

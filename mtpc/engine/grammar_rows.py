@@ -223,11 +223,8 @@ class _Walk:
         return True
 
     def advance(self, token_id: int) -> None:
-        """Advance by a token that the mask allows. `back` does not undo this.
-
-        Raises:
-            GrammarError: the grammar rejects the token.
-        """
+        """Advance by a token that the mask allows. `back` does not undo this. Raises GrammarError:
+        the grammar rejects the token."""
         if not self.grammar.advance(token_id):
             raise GrammarError(
                 f"the grammar allowed token {token_id} in its mask, but rejects it in advance(); "

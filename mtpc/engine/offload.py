@@ -88,20 +88,13 @@ class _Form:
             target[row].copy_(view)
 
     def read(self, directory: OffloadDirectory, block: bytes) -> bool:
-        """Fill `data` from a block's file. Return whether the file is as a process wrote it.
-
-        Raises:
-            OSError: the file cannot be read; FileNotFoundError if there is none.
-        """
+        """Fill `data` from a block's file. Return whether the file is as a process wrote it. Raises
+        OSError: the file cannot be read; FileNotFoundError if there is none."""
         is_whole = directory.read(self.name(block), (memoryview(self._found), self.data))
         return is_whole and bytes(self._found) == self.header(block)
 
     def write(self, directory: OffloadDirectory, block: bytes) -> None:
-        """Write `data` as a block's file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write `data` as a block's file. Raises OSError: the file cannot be written."""
         directory.write(self.name(block), (self.header(block), self.data))
 
 

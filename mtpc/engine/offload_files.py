@@ -157,11 +157,8 @@ class OffloadDirectory:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the directory's lock. The system releases it, however the process ends.
-
-        Raises:
-            OSError: the file of that name was not made here.
-        """
+        """Hold the directory's lock. The system releases it, however the process ends. Raises
+        OSError: the file of that name was not made here."""
         place, flags = self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = os.open(place, flags, 0o600)
         try:
@@ -176,10 +173,7 @@ class OffloadDirectory:
 
 def _lock(handle: int) -> None:
     """Lock a file. The wait is short, because the process that holds the lock may be stopped.
-
-    Raises:
-        OSError: another process holds the lock, or the file system has none.
-    """
+    Raises OSError: another process holds the lock, or the file system has none."""
     for _ in range(int(_PATIENCE_S / _POLL_S)):
         with suppress(BlockingIOError):
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

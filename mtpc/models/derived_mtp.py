@@ -90,11 +90,8 @@ def _counted(config: Any) -> Any:
 
 
 def _mtp_config(config: Any) -> Any:
-    """transformers' config of the MTP layers, whose numbers begin at 0.
-
-    Raises:
-        UnsupportedModelError: transformers cannot tell of which kinds the layers are.
-    """
+    """transformers' config of the MTP layers, whose numbers begin at 0. Raises
+    UnsupportedModelError: transformers cannot tell of which kinds the layers are."""
     try:
         return _counted(config).get_mtp_config()
     except ValueError as error:
@@ -165,11 +162,8 @@ class _MtpHead(nn.Module):
 
 
 def _parts(entries: Mapping[str, Any]) -> StepParts | None:
-    """How drafts are read with a muP multiplier or a padded vocabulary; None: as usual.
-
-    Raises:
-        UnsupportedModelError: an entry is no such number.
-    """
+    """How drafts are read with a muP multiplier or a padded vocabulary; None: as usual. Raises
+    UnsupportedModelError: an entry is no such number."""
     found = {name: entries[name] for name in _OF_LOGITS if entries.get(name) is not None}
     if not found:
         return None

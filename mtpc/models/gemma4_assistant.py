@@ -168,11 +168,8 @@ def _read_config(checkpoint: PairedCheckpoint, name: str) -> Any:
 
 
 def _check_fits(checkpoint: PairedCheckpoint, config: Any, target: Any) -> dict[str, int]:
-    """Layer type of the assistant -> the target's layer that it reads.
-
-    Raises:
-        CheckpointError: the target is of other sizes, or the clusters are.
-    """
+    """Layer type of the assistant -> the target's layer that it reads. Raises CheckpointError: the
+    target is of other sizes, or the clusters are."""
     text, where = config.get_text_config(), checkpoint.draft.config_path
     if text.num_kv_shared_layers != text.num_hidden_layers:
         raise CheckpointError(

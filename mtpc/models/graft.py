@@ -137,11 +137,8 @@ class _Graft:
 
     def _copies_that_do_not_fit(self) -> set[str]:
         """MTP tensors to leave out: copies of the base's embedding and head, where the fine-tune
-        has another number of tokens.
-
-        Raises:
-            CheckpointError: other tensors that both have differ in shape.
-        """
+        has another number of tokens. Raises CheckpointError: other tensors that both have differ in
+        shape."""
         ours, theirs = self._finetune.stored, self._base.tensors
         shared = (theirs.keys() & ours.keys()) - self._replaced
         other = sorted(name for name in shared if theirs[name].shape != ours[name].shape)

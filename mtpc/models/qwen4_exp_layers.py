@@ -140,11 +140,8 @@ class BlockAttention(StandIn):
     ) -> Tensor:
         """Write the indexer keys of rows [T, H] to pages [N, P, I], and those of the blocks that
         they close. `firsts` are cos and sin of the first position of each row's block, [T, rope].
-        Returns the indexer's queries, normed, [T, heads, I].
-
-        Raises:
-            OptionError: a page does not hold whole blocks.
-        """
+        Returns the indexer's queries, normed, [T, heads, I]. Raises OptionError: a page does not
+        hold whole blocks."""
         if keys.shape[1] % self.ratio:
             raise OptionError(
                 f"page_size={keys.shape[1]}; expected a multiple of {self.ratio}, the model's "

@@ -168,11 +168,8 @@ class _Cutter:
             self._agree(node)
 
     def _share(self, node: fx.Node, given: dict[str, Any]) -> bool:
-        """Compute a call on parts in a way of its own; returns whether it has one.
-
-        Raises:
-            NeedsWholeError: it has, but not for these parts.
-        """
+        """Compute a call on parts in a way of its own; returns whether it has one. Raises
+        NeedsWholeError: it has, but not for these parts."""
         if is_call(node, aten.linear.default):
             return self._linear(node, given)
         if is_call(node, aten.embedding.default):

@@ -31,11 +31,8 @@ class Verifier:
         self._effects: EffectTrace | None = None
 
     def __call__(self, graph: StepGraph, pass_name: str) -> None:
-        """Check all rules after a pass.
-
-        Raises:
-            GraphError: a rule is broken; the message names the pass, the rule and the node.
-        """
+        """Check all rules after a pass. Raises GraphError: a rule is broken; the message names the
+        pass, the rule and the node."""
         try:
             graph.graph.lint()
         except (RuntimeError, AttributeError) as error:

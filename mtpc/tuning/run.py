@@ -330,11 +330,8 @@ def _digest(path: Path) -> str:
 
 
 def _stored(model: TrainedModel, files: Checkpoint) -> dict[str, Tensor]:
-    """The trained tensors by their names in a checkpoint's files.
-
-    Raises:
-        CheckpointError: a stored tensor corresponds to no tensor of a drafter.
-    """
+    """The trained tensors by their names in a checkpoint's files. Raises CheckpointError: a stored
+    tensor corresponds to no tensor of a drafter."""
     family, count = model.loaded.family, model.loaded.config.num_hidden_layers
     found: dict[str, Tensor] = {}
     for index, layer in enumerate(model.loaded.mtp_layers):

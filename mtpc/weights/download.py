@@ -147,11 +147,8 @@ def _cached(name: str, revision: str | None) -> Path | None:
 @contextmanager
 def _explained(name: str, revision: str | None, end: str = "") -> Iterator[None]:
     """Within the block, what stops a download is raised as one CheckpointError. `end` is that of
-    the name of the GGUF file that is wanted, if one is.
-
-    Raises:
-        HFValidationError: the name is no id.
-    """
+    the name of the GGUF file that is wanted, if one is. Raises HFValidationError: the name is no
+    id."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 

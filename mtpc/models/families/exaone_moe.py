@@ -25,11 +25,8 @@ _SLIDING = "sliding_attention"
 
 
 def _block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layer after the decoder's.
-
-    Raises:
-        UnsupportedModelError: the layer attends to the whole text.
-    """
+    """A copy of the config with the MTP layer after the decoder's. Raises UnsupportedModelError:
+    the layer attends to the whole text."""
     kind = (getattr(config, "mtp_layer_types", None) or config.layer_types)[0]
     if kind != _SLIDING:
         raise UnsupportedModelError(

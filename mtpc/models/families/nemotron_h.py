@@ -80,11 +80,8 @@ class TwoLayers(nn.Module):
 
 
 def _block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layer's two layers after the target's.
-
-    Raises:
-        UnsupportedModelError: the MTP layer has other parts.
-    """
+    """A copy of the config with the MTP layer's two layers after the target's. Raises
+    UnsupportedModelError: the MTP layer has other parts."""
     if list(config.mtp_layers_block_type) != _PARTS:
         raise UnsupportedModelError(
             f"mtp_layers_block_type is {config.mtp_layers_block_type}; expected {_PARTS}, which an "

@@ -91,11 +91,8 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
 
 
 def _groups_of(says: Config) -> list[tuple[list[str], Config]]:
-    """The targets of each group of modules, and the settings of their weights.
-
-    Raises:
-        CheckpointError: config.json has no groups of modules.
-    """
+    """The targets of each group of modules, and the settings of their weights. Raises
+    CheckpointError: config.json has no groups of modules."""
     groups = says.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(
@@ -115,11 +112,8 @@ def _groups_of(says: Config) -> list[tuple[list[str], Config]]:
 
 
 def _settings(groups: list[tuple[list[str], Config]], module: str, name: str) -> Config:
-    """Settings of a module's weights: of its own name before those of its class.
-
-    Raises:
-        CheckpointError: the config names the module nowhere.
-    """
+    """Settings of a module's weights: of its own name before those of its class. Raises
+    CheckpointError: the config names the module nowhere."""
     for names in (partial(_names, module=module), _is_class):
         for targets, weights in groups:
             if any(map(names, targets)):

@@ -126,11 +126,8 @@ def _stack(name: str, stored: GgufTensor) -> QuantisedWeight:
 
 
 def _in_turns(tensors: Tensors, name: str, gates: GgufTensor) -> QuantisedWeight:
-    """gate_up of a stack of gates [E, I, K] and one of ups, or of their biases [E, I].
-
-    Raises:
-        CheckpointError: the ups are missing, or others than the gates.
-    """
+    """gate_up of a stack of gates [E, I, K] and one of ups, or of their biases [E, I]. Raises
+    CheckpointError: the ups are missing, or others than the gates."""
     other, joint = name.replace(_GATES, _UPS), name.replace(_GATES, ".experts.gate_up_proj")
     ups = tensors.get(other)
     is_alike = isinstance(ups, GgufTensor) and (ups.shape, ups.block) == (gates.shape, gates.block)
@@ -179,11 +176,8 @@ def _rows_in_turns(stacks: list[Tensor]) -> Tensor:
 
 
 def _latent(tensors: Tensors, name: str, keys: GgufTensor) -> QuantisedWeight:
-    """kv_b_proj [heads * (P + V), R] of k_b [heads, R, P] and v_b [heads, V, R].
-
-    Raises:
-        CheckpointError: v_b is missing, or does not fit.
-    """
+    """kv_b_proj [heads * (P + V), R] of k_b [heads, R, P] and v_b [heads, V, R]. Raises
+    CheckpointError: v_b is missing, or does not fit."""
     other = name.removesuffix(_K_B) + _V_B
     values = tensors.get(other)
     if (

@@ -48,11 +48,7 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
 
 
 def _settings(says: Config, module: str) -> Config:
-    """The settings of a module.
-
-    Raises:
-        CheckpointError: the config leaves the module out.
-    """
+    """The settings of a module. Raises CheckpointError: the config leaves the module out."""
     dynamic = says.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         raise CheckpointError(

@@ -62,11 +62,8 @@ def find(tensors: Tensors, says: Config, config: Mapping[str, Any]) -> list[Quan
 
 
 def _check_algorithms(says: Config) -> None:
-    """Refuse a way to quantise whose tensors mean something else.
-
-    Raises:
-        CheckpointError: `quant_algo`, or that of a layer, is none of `_ALGORITHMS`.
-    """
+    """Refuse a way to quantise whose tensors mean something else. Raises CheckpointError:
+    `quant_algo`, or that of a layer, is none of `_ALGORITHMS`."""
     layers = says.get("quantized_layers") or {}
     if not isinstance(layers, dict):
         raise CheckpointError(

@@ -118,11 +118,8 @@ _ROUNDED = GroupSpec(GroupForm("int8", 32), "float16", by_largest=True)
 
 
 def _rounded(blocks: Tensor, name: str) -> Decoded:
-    """Codes of 8 bits for what the gguf package makes of a type.
-
-    Raises:
-        CheckpointError: the package is not installed.
-    """
+    """Codes of 8 bits for what the gguf package makes of a type. Raises CheckpointError: the
+    package is not installed."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError:

@@ -163,11 +163,8 @@ _UNKNOWN = (
 
 
 def _rope(of: Metadata) -> dict[str, Any]:
-    """Rotary embedding of all layers.
-
-    Raises:
-        CheckpointError: it is scaled in a way that mtpc does not know.
-    """
+    """Rotary embedding of all layers. Raises CheckpointError: it is scaled in a way that mtpc does
+    not know."""
     theta = of.number("rope.freq_base", 1e4)  # llama.cpp's own default.
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = of.get("rope.scaling.type", "none")
@@ -265,11 +262,8 @@ def layer_kinds(of: Metadata, period: int) -> list[str]:
 
 
 def _experts(of: Metadata) -> dict[str, Any]:
-    """Experts, named as in DeepSeek-V3 and the families after it.
-
-    Raises:
-        CheckpointError: the router is of another kind.
-    """
+    """Experts, named as in DeepSeek-V3 and the families after it. Raises CheckpointError: the
+    router is of another kind."""
     if of.get("expert_gating_func", 2) != 2:
         raise CheckpointError(
             f"{of.header.path}: {of.arch}.expert_gating_func is {of.get('expert_gating_func')}; "

@@ -44,11 +44,8 @@ class _Stage:
 
 
 def _stages(kinds: str, operands: Sequence[Tensor]) -> Iterator[_Stage]:
-    """The stages of a chain.
-
-    Raises:
-        ValueError: an unknown kind, no norm, or too few or many operands.
-    """
+    """The stages of a chain. Raises ValueError: an unknown kind, no norm, or too few or many
+    operands."""
     letters = [kind + ZEROS * kinds.startswith(ZEROS, at + 1) for at, kind in enumerate(kinds)]
     letters = [letter for letter in letters if letter[0] != ZEROS]
     known = {*_PACKED, *GROUPED, NORM, NORM_PLUS_ONE, *(kind + ZEROS for kind in _PACKED)}
