@@ -80,11 +80,8 @@ class Endpoints:
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """Return 200 while the server accepts requests.
-
-        Raises:
-            ApiError: 503, see `Service.check_ready`.
-        """
+        """Return 200 while the server accepts requests. Raises ApiError: 503, see
+        `Service.check_ready`."""
         self._service.check_ready()
         return Response(status_code=200)
 
@@ -107,11 +104,7 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of the given name.
-
-        Raises:
-            ApiError: 404, the server has another model.
-        """
+        """The model of the given name. Raises ApiError: 404, the server has another model."""
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
