@@ -248,24 +248,24 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14480,
+    "backends": 14470,
     "capture": 1220,
     "certificate": 1500,
-    "cli": 4330,
-    "engine": 5630,
+    "cli": 4310,
+    "engine": 5620,
     "evaluation": 550,
     "host": 520,
     "integrations": 5060,
     "layout": 1160,
-    "models": 8750,
-    "ops": 2630,
-    "passes": 2410,
+    "models": 8730,
+    "ops": 2620,
+    "passes": 2400,
     "program": 5160,
-    "server": 4040,
+    "server": 4030,
     "step": 2010,
     "store": 1080,
     "tuning": 1730,
-    "weights": 8450,
+    "weights": 8430,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -167,11 +167,7 @@ class LeafTracer(fx.Tracer):
 
 
 def trace_step(
-    key: StepKey,
-    traces: ModelTraces,
-    layout: Layout,
-    shared: nn.Module,
-    weights: Weights,
+    key: StepKey, traces: ModelTraces, layout: Layout, shared: nn.Module, weights: Weights
 ) -> StepGraph:
     """Trace one iteration of one bucket.
 

@@ -9,11 +9,7 @@ from typing import Any
 
 import mtpc
 from mtpc import CompileOptions
-from mtpc.cli.compile_arguments import (
-    add_checkpoint,
-    add_compile_options,
-    add_fields,
-)
+from mtpc.cli.compile_arguments import add_checkpoint, add_compile_options, add_fields
 from mtpc.cli.parsing import (
     SuggestingParser,
     acceptance_length,
@@ -334,12 +330,7 @@ def _add_plan(parser: SuggestingParser) -> None:
         ("--tensor-parallel-size", positive, "N", shared),
         ("--memory", size, "SIZE", "memory of one device (default: the device's)"),
         ("--bandwidth", size, "RATE", "its memory bandwidth (default: the device's)"),
-        (
-            "--link-bandwidth",
-            size,
-            "RATE",
-            "its bandwidth to others, one way (default: known)",
-        ),
+        ("--link-bandwidth", size, "RATE", "its bandwidth to others, one way (default: known)"),
         ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
         ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),

@@ -103,10 +103,7 @@ def _task(args: argparse.Namespace, checkpoint: Path) -> Answering:
 
 
 def _engines(
-    args: argparse.Namespace,
-    checkpoint: Path,
-    variants: list[dict[str, Any]],
-    tell: Tell,
+    args: argparse.Namespace, checkpoint: Path, variants: list[dict[str, Any]], tell: Tell
 ) -> Iterator[AnsweringEngine]:
     """Yield each engine. An engine is freed before the next one is made."""
     from mtpc.evaluation.engines import MtpcEngine, TransformersEngine

@@ -5,14 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mtpc.cli.compile_arguments import add_compile_options
-from mtpc.cli.parsing import (
-    SuggestingParser,
-    above_zero,
-    add_switches,
-    add_values,
-    positive,
-    whole,
-)
+from mtpc.cli.parsing import SuggestingParser, above_zero, add_switches, add_values, positive, whole
 
 FORMS = ("mtp", "eagle3")
 """Of `mtpc.tuning.forms`, which imports torch."""

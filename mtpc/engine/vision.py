@@ -105,11 +105,7 @@ class Vision:
     """
 
     def __init__(
-        self,
-        served: ServedModel,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        stats: Stats,
+        self, served: ServedModel, dtype: torch.dtype, device: torch.device | str, stats: Stats
     ):
         assert served.directory is not None  # Compiling has refused other models.
         self._served, self._directory = served, served.directory

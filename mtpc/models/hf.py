@@ -47,12 +47,7 @@ class HFTarget(nn.Module):
             embedding = images.embed(self.decoder.get_input_embeddings(), ids)
             positions = with_batch(images.positions(context))
             rows = {"inputs_embeds": embedding[None], "position_ids": positions}
-        out = self.decoder(
-            **rows,
-            use_cache=False,
-            mtpc_context=context,
-            **{CACHE: context},
-        )
+        out = self.decoder(**rows, use_cache=False, mtpc_context=context, **{CACHE: context})
         return out.last_hidden_state[0]
 
 

@@ -21,10 +21,7 @@ _OTHERS = "its config.json describes others: correct it, or download the checkpo
 
 
 def load_mtp_layers(
-    checkpoint: Checkpoint,
-    family: ModelFamily,
-    target: Any,
-    headers: HeaderWeights | None = None,
+    checkpoint: Checkpoint, family: ModelFamily, target: Any, headers: HeaderWeights | None = None
 ) -> tuple[MTPLayer, ...]:
     """All MTP layers of a checkpoint, with canonical modules. With `headers`, no tensor is read.
 

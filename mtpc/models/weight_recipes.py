@@ -11,11 +11,7 @@ from torch import Tensor
 from mtpc.layout import dtype_name
 from mtpc.models.header_weights import shards_of
 from mtpc.models.load import LoadedModel
-from mtpc.models.mtp_layers import (
-    expert_recipes,
-    layer_names,
-    stored_name,
-)
+from mtpc.models.mtp_layers import expert_recipes, layer_names, stored_name
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Cast, Join, Recipe, make, names, spec_of, substitute
 from mtpc.weights.stored import StoredWeights

@@ -30,11 +30,7 @@ _CACHES = "k_cache v_cache k_scale v_scale"
 _BY_HEAD = {"q": 1, "sinks": 0} | dict.fromkeys(_CACHES.split(), HEADS)
 """What is cut where ranks have heads, and along which dimension."""
 ATTENDS = Traits(
-    "row",
-    "sums",
-    requests="block_table seq_lens query_start_loc",
-    features=None,
-    skips_idle=True,
+    "row", "sums", requests="block_table seq_lens query_start_loc", features=None, skips_idle=True
 )
 """What operators that read pages have in common."""
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -50,11 +50,7 @@ def experts(
 
 
 def _weighted_sum(
-    x: Tensor,
-    count: int,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    run: Callable[[int], Tensor],
+    x: Tensor, count: int, expert_ids: Tensor, expert_weights: Tensor, run: Callable[[int], Tensor]
 ) -> Tensor:
     """The weighted sum of the chosen experts' results, each of all rows, in index order."""
     out = x.new_zeros(x.shape)

@@ -10,17 +10,7 @@ from torch import fx
 
 from mtpc.capture.graph import StepGraph
 from mtpc.ops.traits import traits_of
-from mtpc.passes.base import (
-    GETITEM,
-    Pass,
-    aten,
-    cast,
-    either_way,
-    emit,
-    is_narrow,
-    operands,
-    tidy,
-)
+from mtpc.passes.base import GETITEM, Pass, aten, cast, either_way, emit, is_narrow, operands, tidy
 from mtpc.passes.rotary import match_rotary
 from mtpc.weights.packing import TILE
 

@@ -65,12 +65,7 @@ class ApiError(MtpcError):
 
     def body(self) -> bytes:
         """OpenAI's error object, as JSON."""
-        error = {
-            "message": str(self),
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return json.dumps({"error": error}).encode()
 
 

@@ -116,12 +116,7 @@ class SparseLatentAttention(StandIn):
         ops.write_cache(keys, rows, context.slot_mapping, None)
 
     def _choose(
-        self,
-        hidden: Tensor,
-        low: Tensor,
-        angles: tuple[Tensor, Tensor],
-        keys: Tensor,
-        context: Any,
+        self, hidden: Tensor, low: Tensor, angles: tuple[Tensor, Tensor], keys: Tensor, context: Any
     ) -> Tensor:
         """Cache slots that each row attends to, int32 [T, k], chosen by float32 scores: of hidden
         [T, H], the low-rank query `low` [T, q_lora_rank], cos and sin [T, rope], and indexer keys

@@ -27,10 +27,7 @@ from mtpc.models.caches import paged_latent_specs
 from mtpc.models.family import ModelFamily, MTPWiring, VisionParts, layers_after
 
 NEXTN_WIRING = MTPWiring(
-    embedding_norm="enorm",
-    hidden_norm="hnorm",
-    projection="eh_proj",
-    final_norm="shared_head.norm",
+    embedding_norm="enorm", hidden_norm="hnorm", projection="eh_proj", final_norm="shared_head.norm"
 )
 """The wiring of DeepSeek-V3 (arXiv:2412.19437, section 2.2), also used by GLM-4 MoE and Step."""
 

@@ -64,10 +64,7 @@ def _gemma3(of: Metadata) -> dict[str, Any]:
         "sliding_window": of.size(_WINDOW, 0) or None,
         "query_pre_attn_scalar": _score_width(of, 62),
         "layer_types": layer_kinds(of, 6 if of.get(_WINDOW) else 1),
-        "rope_parameters": {
-            "full_attention": found["rope_parameters"],
-            "sliding_attention": near,
-        },
+        "rope_parameters": {"full_attention": found["rope_parameters"], "sliding_attention": near},
     }
 
 

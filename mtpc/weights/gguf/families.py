@@ -45,11 +45,7 @@ def describe(header: Header, files: Iterable[GgufFile]) -> dict[str, Any]:
 
 
 def _name(
-    file: GgufFile,
-    source: str,
-    metadata: Metadata,
-    family: Family,
-    changes: Mapping[str, Change],
+    file: GgufFile, source: str, metadata: Metadata, family: Family, changes: Mapping[str, Change]
 ) -> None:
     """Give a tensor its name in transformers."""
     stem, _, end = source.rpartition(".")
@@ -174,11 +170,7 @@ _QWEN_MOE = replace(
     config=configs.qwen35moe,
     shapes={**_QWEN.shapes, "ffn_gate_inp_shexp": lambda sizes: (1, sizes[-1])},
 )
-_DENSE = Family(
-    architecture="Qwen3ForCausalLM",
-    modules=names.PLAIN,
-    config=configs.dense,
-)
+_DENSE = Family(architecture="Qwen3ForCausalLM", modules=names.PLAIN, config=configs.dense)
 FAMILIES: Mapping[str, Family] = {
     "qwen3": _DENSE,
     "qwen2": replace(_DENSE, architecture="Qwen2ForCausalLM"),
@@ -204,11 +196,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "mimo2": Family(
         architecture="MiMoV2FlashForCausalLM",
-        modules={
-            **names.PLAIN,
-            **names.ROUTED,
-            "attn_sinks": "self_attn.attention_sink_bias",
-        },
+        modules={**names.PLAIN, **names.ROUTED, "attn_sinks": "self_attn.attention_sink_bias"},
         config=configs.mimo2,
         mtp_prefix=lambda layers, index: f"model.mtp.layers.{index}.",
         mtp_modules={

@@ -52,11 +52,7 @@ def pack_blocks(
 
 @operator(Traits("row", "sums", rows="x", gated="packed_gated_linear"), with_features)
 def packed_linear(
-    x: Tensor,
-    weight: Tensor,
-    features: int,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
+    x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     """x W^T + bias.
 
@@ -76,11 +72,7 @@ def packed_linear(
 
 @operator(Traits("row", "sums", rows="x"), largest_of)
 def packed_linear_max(
-    x: Tensor,
-    weight: Tensor,
-    features: int,
-    bias: Tensor | None = None,
-    rows: Tensor | None = None,
+    x: Tensor, weight: Tensor, features: int, bias: Tensor | None = None, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The largest feature of `packed_linear`: greedy choice by a head whose logits nothing reads.
 
