@@ -74,14 +74,17 @@ def _read_fields(endpoint: str, body: bytes) -> tuple[dict[str, Any], set[str]]:
 
 
 class Endpoints:
-    """The functions that serve each path, for one service."""
+    """The functions that serve each path, for one service. /docs shows their first lines."""
 
     def __init__(self, service: Service):
         self._service = service
 
     async def health(self, request: Request) -> Response:
-        """Return 200 while the server accepts requests. Raises ApiError: 503, see
-        `Service.check_ready`."""
+        """Return 200 while the server accepts requests.
+
+        Raises:
+            ApiError: 503, see `Service.check_ready`.
+        """
         self._service.check_ready()
         return Response(status_code=200)
 
@@ -92,9 +95,11 @@ class Endpoints:
         return Response(text + self._service.metrics(), media_type=METRICS_TYPE)
 
     async def version(self, request: Request) -> Response:
+        """The version of mtpc."""
         return JSONResponse({"version": __version__})
 
     async def docs(self, request: Request) -> Response:
+        """A page about this server."""
         paths = [(m, path, inspect.getdoc(getattr(self, name)) or "") for m, path, name in ROUTES]
         first = [(method, path, text.partition("\n")[0]) for method, path, text in paths]
         return HTMLResponse(docs_page(self._service.model_name, __version__, first))
@@ -104,11 +109,16 @@ class Endpoints:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model of the given name. Raises ApiError: 404, the server has another model."""
+        """The model of the given name.
+
+        Raises:
+            ApiError: 404, the server has another model.
+        """
         self._check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def completions(self, request: Request) -> ASGIApp:
+        """Continue one prompt or several."""
         return await self._generate(request, is_chat=False)
 
     async def chat(self, request: Request) -> ASGIApp:
