@@ -252,7 +252,7 @@ LINES = {
     "capture": 1220,
     "certificate": 1500,
     "cli": 4310,
-    "engine": 5620,
+    "engine": 5600,
     "evaluation": 550,
     "host": 520,
     "integrations": 5060,

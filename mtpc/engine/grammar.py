@@ -10,15 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from mtpc.layout import StepKey
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from mtpc.engine.grammar_rows import GrammarRows
-    from mtpc.engine.request import Request
-    from mtpc.engine.scheduler import Turn
-    from mtpc.program.program import Program
 
 
 class Grammar(Protocol):
@@ -45,29 +38,3 @@ class Grammar(Protocol):
     def rollback(self, count: int) -> None:
         """Go back by the last `count` tokens."""
         ...
-
-
-class GrammarMasks:
-    """The `GrammarRows` of an engine, from the first request with a grammar on."""
-
-    def __init__(self, program: Program, vocab_size: int):
-        self._of = (program, vocab_size)
-        self._rows: GrammarRows | None = None
-
-    @property
-    def forced_drafts(self) -> int:
-        return self._rows.forced_drafts if self._rows is not None else 0
-
-    def write(self, key: StepKey, turn: Turn) -> None:
-        """Write a step's masks; see `GrammarRows.write`."""
-        if self._rows is None and any(each.grammar is not None for each in turn.requests):
-            from mtpc.engine.grammar_rows import GrammarRows  # Not above: few requests have one.
-
-            self._rows = GrammarRows(*self._of)
-        if self._rows is not None:
-            self._rows.write(key, turn)
-
-    def take(self, request: Request, emitted: list[int], is_dead_end: bool) -> list[int]:
-        """Advance a request's grammar by what a step emitted; see `GrammarRows.take`."""
-        assert self._rows is not None  # The masks of the step were written before.
-        return self._rows.take(request, emitted, is_dead_end)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mtpc.engine.grammar import GrammarMasks
 from mtpc.engine.outbox import Outbox
 from mtpc.engine.readout import Moment, PendingStep, Readout
 from mtpc.engine.request import FinishReason, Request, StepOutput
@@ -32,6 +31,7 @@ from mtpc.program.program import Program
 
 if TYPE_CHECKING:
     from mtpc.engine.budgets import BudgetPolicy
+    from mtpc.engine.grammar_rows import GrammarRows
 
 
 class StepRunner:
@@ -68,7 +68,7 @@ class StepRunner:
 
             self.budgets = BudgetPolicy(options.shapes)
             self.budgets.use(program.tiers)
-        self._masks = GrammarMasks(program, vocab_size)
+        self._masks: GrammarRows | None = None
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
 
@@ -77,7 +77,7 @@ class StepRunner:
         program, stats = self.program, self._stats
         stats.replays, stats.host_writes = program.replays.copy(), program.host_writes
         stats.building, stats.tiers = program.building, program.ready or self.tiers.tiers
-        stats.forced_drafts = self._masks.forced_drafts
+        stats.forced_drafts = self._masks.forced_drafts if self._masks is not None else 0
         stats.fallbacks |= program.fallbacks
         self._scheduler.describe(stats)
         self.states.describe(stats, self._pages.index)
@@ -130,7 +130,7 @@ class StepRunner:
             write_chunks(self.program, key, *chunks, self._vocab_size)
         else:
             key = self._choose(self.program.bucket_for(len(turn.requests)), turn)
-        self._masks.write(key, turn)
+        self._write_masks(key, turn)
         self.program.set_batch(key, [r.slot for r in turn.requests if r.slot is not None])
         readout = Readout(self.program, key)
         self.states.save_prompts(turn)
@@ -139,6 +139,15 @@ class StepRunner:
         for request, most in emitting.items():
             request.num_unread += most
         return PendingStep(turn, key, emitting, readout, time.perf_counter() - start)
+
+    def _write_masks(self, key: StepKey, turn: Turn) -> None:
+        """Write a step's masks, from the first request with a grammar on."""
+        if self._masks is None and any(each.grammar is not None for each in turn.requests):
+            from mtpc.engine.grammar_rows import GrammarRows  # Not above: few requests have one.
+
+            self._masks = GrammarRows(self.program, self._vocab_size)
+        if self._masks is not None:
+            self._masks.write(key, turn)
 
     def _choose(self, num_reqs: int, turn: Turn) -> StepKey:
         """The decode step of a turn, of a bucket's rows."""
@@ -196,6 +205,7 @@ class StepRunner:
             emitted = ids[:count]
             reason: FinishReason | None = STOP_REASONS.get(code)
             if request.grammar is not None:
+                assert self._masks is not None  # The masks of the step were written before.
                 emitted = self._masks.take(request, emitted, reason == "nonfinite")
                 reason = "error" if request.error else reason
             logprobs = read_logprobs(results, row, emitted, request)

@@ -99,7 +99,7 @@ PLACES: dict[str, Place] = {
     "the page pool": lambda engine: (engine.pages, "take"),
     "rows of chunks": lambda engine: (runner_module, "write_chunks"),
     "rows of pages": lambda engine: (runner_module, "write_new_pages"),
-    "masks": lambda engine: (engine.runner._masks, "write"),
+    "masks": lambda engine: (engine.runner, "_write_masks"),
     "the batch": lambda engine: (engine.program, "set_batch"),
     "the replay": lambda engine: (engine.program, "run"),
     "snapshots": lambda engine: (engine.runner.states, "save_prompts"),
