@@ -251,13 +251,13 @@ LINES = {
     "backends": 14450,
     "capture": 1200,
     "certificate": 1500,
-    "cli": 4280,
-    "engine": 5550,
+    "cli": 4270,
+    "engine": 5520,
     "evaluation": 540,
     "host": 520,
     "integrations": 5060,
-    "layout": 1160,
-    "models": 8670,
+    "layout": 1150,
+    "models": 8660,
     "ops": 2610,
     "passes": 2390,
     "program": 5160,
@@ -265,7 +265,7 @@ LINES = {
     "step": 2010,
     "store": 1080,
     "tuning": 1710,
-    "weights": 8410,
+    "weights": 8390,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -40,13 +40,9 @@ _NEUTRAL = ("mtpc_context", "position_ids", "dropout", "is_causal", "use_cache")
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer keeps for each token, and how far its rows look back.
-
-    Attributes:
-        heads: key/value heads; 0 for a latent, of which keys and values are made.
-        widths: of a key head and of a value head; of a latent and of a rotated key.
-        window: positions that a row attends to, its own included; 0 is all.
-    """
+    """What a layer keeps for each token, and how far its rows look back: a window of positions, a
+    row's own included; 0 is all. `heads` is 0 for a latent, of which keys and values are made; its
+    widths are those of latent and rotated key, and else of a key head and a value head."""
 
     heads: int
     widths: tuple[int, int]
