@@ -248,7 +248,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14450,
+    "backends": 14420,
     "capture": 1200,
     "certificate": 1500,
     "cli": 4270,
@@ -258,7 +258,7 @@ LINES = {
     "integrations": 5060,
     "layout": 1150,
     "models": 8660,
-    "ops": 2610,
+    "ops": 2500,
     "passes": 2390,
     "program": 5160,
     "server": 4030,

@@ -261,20 +261,11 @@ def latent_attention(
 ) -> Tensor:
     """Multi-head latent attention in absorbed form: one shared key/value head, the latent itself.
 
-    DeepSeek-V2, arXiv:2405.04434, section 2.1.2. Keys are the whole latent rows, values their
-    first `latent_rank` entries.
-
-    Args:
-        q: [T, N, rank + rope], queries already multiplied by the key up-projection.
-        latent_cache: [pages, P, rank + rope].
-        block_table: int32 [R, M].
-        seq_lens: int32 [R].
-        query_start_loc: int32 [R+1].
-        scale: multiplies the scores.
-        latent_rank: kv_lora_rank.
-
-    Returns:
-        [T, N, rank], to be multiplied by the value up-projection; dtype of q.
+    DeepSeek-V2, arXiv:2405.04434, section 2.1.2. Keys are the whole rows of `latent_cache` [pages,
+    P, rank + rope], values their first `latent_rank` (kv_lora_rank) entries. Queries q [T, N, rank
+    + rope] are already multiplied by the key up-projection. Other arguments are those of
+    `paged_attention`. Returns [T, N, rank], to be multiplied by the value up-projection; dtype of
+    q.
     """
     keys = latent_cache[:, :, None, :]
     values = keys[..., :latent_rank]
@@ -297,20 +288,10 @@ def expanded_latent_attention(
 ) -> Tensor:
     """Multi-head latent attention as the model defines it: keys and values expanded, then attended.
 
-    The traced form; the pass `absorb-latent` rewrites it to `latent_attention`.
-
-    Args:
-        q: [T, N, nope + rope].
-        latent_cache: [pages, P, rank + rope].
-        kv_up: [N * (nope + D_v), rank], the up-projection (kv_b_proj).
-        block_table: int32 [R, M].
-        seq_lens: int32 [R].
-        query_start_loc: int32 [R+1].
-        scale: multiplies the scores.
-        nope_dim: query/key dims without rotary embedding.
-
-    Returns:
-        [T, N, D_v], dtype of q.
+    The traced form; the pass `absorb-latent` rewrites it to `latent_attention`, whose arguments it
+    has, but for q [T, N, nope + rope] and the up-projection `kv_up` (kv_b_proj) [N * (nope + D_v),
+    rank]. `nope_dim` is the width of queries and keys without rotary embedding. Returns [T, N,
+    D_v], dtype of q.
     """
     heads, rank = q.shape[1], kv_up.shape[1]
     up = kv_up.view(heads, -1, rank)

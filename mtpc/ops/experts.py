@@ -65,18 +65,8 @@ def _weighted_sum(
 def relu2_experts(
     x: Tensor, up: Tensor, down: Tensor, expert_ids: Tensor, expert_weights: Tensor
 ) -> Tensor:
-    """`experts` without gates: down(relu(up(x))^2), per row.
-
-    Args:
-        x: [T, H].
-        up: [E, I, H].
-        down: [E, H, I].
-        expert_ids: int64 [T, k], distinct per row.
-        expert_weights: [T, k].
-
-    Returns:
-        [T, H], dtype of x.
-    """
+    """`experts` without gates: down(relu(up(x))^2), per row. Arguments are those of `experts`, with
+    up [E, I, H] instead of gate_up, and distinct ids per row. Returns [T, H], dtype of x."""
 
     def run(expert: int) -> Tensor:
         return F.linear(squared_relu(F.linear(x, up[expert])), down[expert])
@@ -118,19 +108,10 @@ def biased_experts(
 ) -> Tensor:
     """`experts` as gpt-oss has them: with biases, and stacks with inputs before features.
 
-    Args:
-        x: [T, H].
-        gate_up: [E, H, 2I], the features of gate and up in turns.
-        gate_up_bias: [E, 2I], in the same order.
-        down: [E, I, H].
-        down_bias: [E, H].
-        expert_ids: int64 [T, k], distinct per row. An id outside of [0, E) chooses nothing.
-        expert_weights: [T, k].
-        limit: bounds gate from above and up on both sides.
-        alpha: of the activation; see `clamped_swiglu`.
-
-    Returns:
-        [T, H], dtype of x.
+    Arguments are those of `experts`, with gate_up [E, H, 2I], the features of gate and up in turns,
+    down [E, I, H], biases [E, 2I], in the same order, and [E, H]. `limit` bounds gate from above
+    and up on both sides; `alpha` is the activation's, see `clamped_swiglu`. Returns [T, H], dtype
+    of x.
     """
     weights = (gate_up, gate_up_bias, down, down_bias)
     return spelled_experts(x, *weights, expert_ids, expert_weights, limit, alpha)

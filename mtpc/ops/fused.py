@@ -131,23 +131,11 @@ def rotate_and_write(
 ) -> Tensor:
     """Everything between the projections and an attention: `rotate` q and k, `write_cache` k and v.
 
-    Args:
-        q: [T, N, D].
-        k: [T, H_kv, D].
-        v: [T, H_kv, D_v].
-        cos: as in `rotate`.
-        sin: as cos.
-        k_cache: [pages, P, H_kv, D] of k's dtype, or of codes; gets the rotated k.
-        v_cache: [pages, P, H_kv, D_v] of v's dtype, or of codes.
-        slot_mapping: int64 [T], of both caches; -1 writes nothing.
-        k_scale: float32 [pages, P, H_kv] where the caches hold codes; see `write_cache`.
-        v_scale: as k_scale.
-        k_shift: [H_kv, D], what is taken off rotated keys before they are written, or None.
-        rows: int32 or int64 [1], how many of the T are in use. The queries of the others are
-            undefined. The cache writes depend on slot_mapping alone.
-
-    Returns:
-        q, rotated.
+    q [T, N, D], k [T, H_kv, D] and v [T, H_kv, D_v] have cos, sin and rows as in `rotate`; cache
+    writes depend on `slot_mapping` int64 [T] alone, where -1 writes nothing. The caches, [pages, P,
+    H_kv, D] and [pages, P, H_kv, D_v], are of the dtypes of k and v, or of codes with scales
+    float32 [pages, P, H_kv], see `write_cache`. `k_shift` [H_kv, D] is taken off rotated keys
+    before they are written. Returns q, rotated.
     """
     keys = rotate(k, cos, sin)
     write_cache(k_cache, keys if k_shift is None else keys - k_shift, slot_mapping, k_scale)

@@ -139,21 +139,11 @@ def grouped_embedding(
     inputs: int,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Rows of an embedding W: float32 values of its codes, rounded once to bfloat16.
+    """Rows of an embedding W: float32 values of its codes, rounded once: bfloat16 [*ids.shape, K].
 
-    Args:
-        ids: int64, any shape, each below the number of rows.
-        codes: as in `grouped_linear`, of W [N, K]; not float8.
-        scales: as there.
-        zeros: as there.
-        inputs: K.
-        rows: as there, of ids.
-
-    Returns:
-        bfloat16 [*ids.shape, K].
-
-    Raises:
-        ValueError: codes and scales do not fit so many inputs.
+    Arguments are those of `grouped_linear`, for W [N, K] whose codes are not float8, and of any
+    shape of ids, int64 below N; `rows` are rows of ids, and `inputs` is K. Raises ValueError: codes
+    and scales do not fit so many inputs.
     """
     form, flat = form_of(inputs, codes, scales, zeros), ids.flatten()
 
@@ -184,24 +174,12 @@ def grouped_experts(
 ) -> Tensor:
     """`mtpc::experts` with the products of `mtpc::grouped_linear`, in float32 between them.
 
-    Args:
-        x: floating point [T, H].
-        gate_up: codes [E, 2I / 32, H / 8 or H / 4, 32, 4] of a packed stack [E, 2I, H]; I is a
-            multiple of 32.
-        gate_up_scales: [E, 2I / 32, H / group, 32].
-        gate_up_zeros: of the same shape, or None.
-        down: codes [E, ceil(H / 32), I / 8 or I / 4, 32, 4] of a packed stack [E, H, I].
-        down_scales: [E, ceil(H / 32), I / group, 32]; the group may be another than gate_up's.
-        down_zeros: of the same shape, or None.
-        expert_ids: int64 [T, k], distinct per row.
-        expert_weights: [T, k].
-        limit: as in `mtpc::experts`.
-        limit_input: as there.
-        gelu: as there.
-        rows: as in `packed_linear`; a row that is not in use chooses no expert.
-
-    Returns:
-        [T, H], of x's dtype.
+    Arguments are those of both, x floating point [T, H] and ids distinct per row, for packed
+    stacks: gate_up [E, 2I, H] with codes [E, 2I / 32, H / 8 or H / 4, 32, 4] and scales [E, 2I /
+    32, H / group, 32], where I is a multiple of 32; and down [E, H, I] with codes [E, ceil(H / 32),
+    I / 8 or I / 4, 32, 4] and scales [E, ceil(H / 32), I / group, 32], whose group may be another.
+    Zeros are of the shape of scales, or None. A row that is not in use chooses no expert. Returns
+    [T, H], of x's dtype.
     """
     wide, narrow = gate_up.shape[1] * gate_up.shape[3], x.shape[1]
     of = [[None] * down.shape[0] if z is None else z for z in (gate_up_zeros, down_zeros)]
@@ -232,23 +210,10 @@ def grouped_biased_experts(
 ) -> Tensor:
     """`mtpc::biased_experts` with the products of `mtpc::grouped_linear`, in float32 between them.
 
-    Args:
-        x: floating point [T, H].
-        gate_up: codes of a packed stack [E, 2I, H], as `grouped_experts` has them, the features of
-            gate and up in turns; I is a multiple of 32.
-        gate_up_scales: as there.
-        gate_up_bias: floating point [E, 2I], in the same order.
-        down: codes of a packed stack [E, H, I].
-        down_scales: as there.
-        down_bias: floating point [E, H].
-        expert_ids: int64 [T, k], distinct per row.
-        expert_weights: [T, k].
-        limit: as in `mtpc::biased_experts`.
-        alpha: as there.
-        rows: as in `packed_linear`; a row that is not in use chooses no expert.
-
-    Returns:
-        [T, H], of x's dtype.
+    Arguments are those of both, for packed stacks as `grouped_experts` has them: gate_up [E, 2I,
+    H], the features of gate and up in turns, I a multiple of 32, and down [E, H, I]. Biases are
+    floating point, [E, 2I] in the same order and [E, H]. Ids are distinct per row. A row that is
+    not in use chooses no expert. Returns [T, H], of x's dtype.
     """
     wide, narrow = gate_up_bias.shape[1], x.shape[1]
 

@@ -83,25 +83,11 @@ def mamba2_scan(
     Per head, with dt = softplus(dt + dt_bias):
     S <- exp(-exp(a_log) dt) S + b (dt x)^T; out = c S + skip x.
 
-    Args:
-        rows: [T, C + HV]: x [HV P], b [G N], c [G N] before the convolution (C in all), then dt
-            [HV]. Head h uses group h // (HV / G).
-        conv_weight: [C, W]; its last column multiplies the row itself.
-        conv_bias: [C], or None.
-        a_log: [HV].
-        skip: [HV], D in the paper.
-        dt_bias: [HV].
-        recurrent: [S, HV, N, P], float32, or float64 for float64 rows; written.
-        history: [S, B, C + HV], of rows' dtype; written.
-        standing: int32 [S]; written.
-        state_slots: int64 [R]; 0 where seq_lens is 0, else distinct and above 0.
-        seq_lens: int32 [R]; 0: the request is off, and its state stays as it is.
-        query_start_loc: int32 [R+1].
-        certain_lens: int32 [R], the number of first rows that no later step rolls back.
-        groups: G.
-
-    Returns:
-        [T, HV, P], dtype of rows; zeros for rows that belong to no request that is on.
+    Rows [T, C + HV] are x [HV P], b [G N], c [G N] before the convolution (C in all), then dt [HV].
+    Head h uses group h // (HV / G); `groups` is G. `conv_bias` is [C], or None; `skip` [HV] is D in
+    the paper. The state is `recurrent` [S, HV, N, P] and `history` [S, B, C + HV]. Other arguments,
+    and dtypes, are those of `mtpc::gated_delta_rule`. Returns [T, HV, P], dtype of rows; zeros for
+    rows that belong to no request that is on.
     """
     weights = (conv_weight, conv_bias, a_log, skip, dt_bias)
     rule = _SelectiveScan(*weights, recurrent.shape[2], groups)

@@ -58,23 +58,12 @@ def sample(
     In this order: masks (the request's own, `token_mask`, stop tokens before `first_stop`), bias,
     penalties, temperature, min-p, top-k, top-p, noise. Ties at the edge of a filter stay.
 
-    Args:
-        logits: [N, V], N = R * Q: Q rows a request. With `places` [M, V].
-        ids: int64 [N], the input token of each row. Row j of a request has seen the tokens of its
-            rows 1..j in addition to those that output_counts counts: they are drafts.
-        positions: int64 [N], the position of the chosen token in its sequence; below 0 in a row
-            that chooses no token.
-        state_slots: int64 [R]; SCRATCH_SLOT where a request is off.
-        floats: one row a slot, like all arguments that follow except the last two; see above.
-        ints: see above.
-        bias_ids: see above.
-        bias_values: see above.
-        allowed_tokens: see above.
-        prompt_tokens: see above.
-        output_counts: see above.
-        stop_ids: see above.
-        token_mask: int32 [N, W], one more mask; None allows all.
-        places: int64 [N], the row of `logits` that each row chooses from; None: its own.
+    Logits are [N, V], N = R * Q: Q rows a request; with `places` int64 [N], [M, V], and places are
+    the rows to choose from. `ids` int64 [N] are input tokens: row j of a request has seen those of
+    its rows 1..j in addition to those that output_counts counts: they are drafts. `positions` int64
+    [N] are those of the chosen tokens in their sequences, below 0 in a row that chooses no token.
+    `state_slots` int64 [R] has SCRATCH_SLOT where a request is off. `token_mask` int32 [N, W] is
+    one more mask. Other arguments have one row a slot: see above.
 
     Returns:
         int64 [N]; -1 where the request is off, the row chooses no token, a logit is NaN, the

@@ -91,16 +91,8 @@ def packed_gated_linear(
     x: Tensor, weight: Tensor, features: int, rows: Tensor | None = None
 ) -> Tensor:
     """silu(x G^T) * (x U^T): `silu_and_mul` of a `packed_linear`, rounded where they round.
-
-    Args:
-        x: bfloat16 [..., K].
-        weight: bfloat16 [N / 32, K / 2, 32, 2], G [N / 2, K] and U [N / 2, K] packed as one.
-        features: N, a multiple of 64.
-        rows: as in `packed_linear`.
-
-    Returns:
-        bfloat16 [..., N / 2].
-    """
+    Arguments are those of `packed_linear`, for G [N / 2, K] and U [N / 2, K] packed as one, with N
+    a multiple of 64. Returns bfloat16 [..., N / 2]."""
     return silu_and_mul(packed_linear(x, weight, features, None, rows), rows)
 
 
@@ -110,14 +102,8 @@ def packed_head_linear(
 ) -> Tensor:
     """x_h W_h^T for each head h: the up-projections of latent attention (DeepSeek-V2, 2.1.2).
 
-    Args:
-        x: bfloat16 [T, heads, K].
-        weight: bfloat16 [heads, ceil(N / 32), K / 2, 32, 2], a packed stack [heads, N, K].
-        features: N.
-        rows: as in `packed_linear`, of the T.
-
-    Returns:
-        bfloat16 [T, heads, N].
+    Arguments are those of `packed_linear`, for x bfloat16 [T, heads, K], a packed stack [heads, N,
+    K], and rows of the T. Returns bfloat16 [T, heads, N].
     """
     plain = unpack(weight, features)
     out = torch.matmul(x.transpose(0, 1), plain.transpose(1, 2)).transpose(0, 1)
@@ -136,22 +122,9 @@ def packed_experts(
     gelu: bool = False,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """`mtpc::experts` on packed weights.
-
-    Args:
-        x: bfloat16 [T, H].
-        gate_up: bfloat16 [E, 2I / 32, H / 2, 32, 2], packed; I is a multiple of 32.
-        down: bfloat16 [E, ceil(H / 32), I / 2, 32, 2], packed.
-        expert_ids: int64 [T, k], distinct per row.
-        expert_weights: [T, k].
-        limit: as in `mtpc::experts`.
-        limit_input: as there.
-        gelu: as there.
-        rows: as in `packed_linear`; a row that is not in use chooses no expert.
-
-    Returns:
-        bfloat16 [T, H].
-    """
+    """`mtpc::experts` with its arguments, bfloat16, on packed stacks: gate_up [E, 2I / 32, H / 2,
+    32, 2], where I is a multiple of 32, and down [E, ceil(H / 32), I / 2, 32, 2]. Ids are distinct
+    per row. `rows` are as in `packed_linear`; a row that is not in use chooses no expert."""
     wide = unpack(gate_up, gate_up.shape[1] * gate_up.shape[3])
     narrow = unpack(down, x.shape[1])
     mixed = experts(x, wide, narrow, expert_ids, expert_weights, limit, limit_input, gelu)
