@@ -113,7 +113,7 @@ def test_run_compares_with_plain_decoding(comparing, capsys):
         r"speed over K = 0 +(\d+\.\d\d)x: (\d+\.\d) and (\d+\.\d) tok", capsys.readouterr().out
     )
     times, drafted, plain = map(float, row.groups())
-    assert times == pytest.approx(drafted / plain, rel=0.01)
+    assert times == pytest.approx(drafted / plain, rel=0.01, abs=0.006)  # Two decimals.
     assert main([*comparing, "--spec-tokens", "0"]) == 2
     assert "--compare compares drafts with K = 0, and K is 0" in capsys.readouterr().err
 
