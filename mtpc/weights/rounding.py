@@ -27,6 +27,20 @@ _COLUMNS = 4
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """What errors of a weight [N, K] cost, in nats a token: the sum over rows r, with errors e of
+    each, of rows[r] * e^T moments e / 2.
+
+    Attributes:
+        moments: of blocks of the inputs, float32 [K / B, B, B].
+        rows: float32 [N].
+    """
+
+    moments: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class Grid:
     """The numbers that codes of a kind stand for.
 
