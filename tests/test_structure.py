@@ -257,7 +257,7 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1220,
-    "models": 9320,
+    "models": 9370,
     "ops": 2720,
     "passes": 2550,
     "program": 5160,
@@ -265,7 +265,7 @@ LINES = {
     "step": 2010,
     "store": 1080,
     "tuning": 1810,
-    "weights": 8990,
+    "weights": 9150,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -2,10 +2,9 @@
 
 An error E of a weight changes what its layer puts out by E x. To second order that costs half of
 (the sum over tokens of g^T E x)^2 in nats of KL divergence, where g is the gradient, at the layer's
-output, of the loss of tokens that the model itself draws. `Sensitivity` keeps this by parts: how
-much each output counts; second moments of the inputs, in which a token counts as much as its
-gradient is large; and, as a factor of the outputs, how much more tokens cost together than apart.
-So errors of values count, which attention adds up.
+output, of the loss of tokens that the model itself draws. `Sensitivity` keeps this by parts: second
+moments of the inputs, in which a token counts as much as its gradient is large; and a scale, in
+which is how much more tokens cost together than apart, as where attention adds up values.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def sensitivities(
     found = {name: layer.found(count) for name, layer in layers.items() if layer.weight > 0}
     is_tied = head is not None and head.weight is table.weight
     name_of = {module: f"{name}.weight" for name, module in model.named_modules()}
-    found[name_of[table]] = found[name_of[head]] if is_tied else embedding.found(windows)
+    found[name_of[table]] = found[name_of[head]] if is_tied else embedding.found(count)
     return found
 
 
@@ -90,8 +89,7 @@ class _Layer:
     def __init__(self, name: str, module: nn.Linear):
         width = moments_width(module.in_features)
         self._moments = torch.zeros(module.in_features // width, width, width)
-        self._rows, self.weight, self._name = torch.zeros(module.out_features), 0.0, name
-        self._together = self._apart = 0.0
+        self._name, self.weight, self._together, self._apart = name, 0.0, 0.0, 0.0
         module.register_forward_hook(self._hear)
 
     def _hear(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -105,21 +103,19 @@ class _Layer:
                 "without --calibration"
             )
         inputs, gradient = inputs.flatten(0, -2), gradient.flatten(0, -2)
-        both = (gradient @ gradient.T).float() * (inputs @ inputs.T)
-        self._together += float(both.sum())
-        self._apart += float(both.trace())
-        squares = gradient.float().square()
-        of_token = squares.mean(-1)
+        of_pairs = (gradient @ gradient.T).float()
+        of_token, both = of_pairs.diagonal(), of_pairs * (inputs @ inputs.T)
         rows = inputs.float() * of_token.sqrt()[:, None]
         blocks = rows.unflatten(-1, self._moments.shape[:2]).permute(1, 2, 0)
         self._moments.baddbmm_(blocks, blocks.transpose(1, 2))
-        self._rows += squares.sum(0)
         self.weight += float(of_token.sum())
+        self._together += float(both.sum())
+        self._apart += float(both.trace())
 
     def found(self, tokens: int) -> Sensitivity:
         """The means over so many tokens."""
-        factor = self._together / self._apart / tokens
-        return Sensitivity(self._moments / self.weight, self._rows * factor)
+        scale = self.weight * self._together / self._apart / tokens
+        return Sensitivity(self._moments / self.weight, scale)
 
 
 class _Embedding:
@@ -127,7 +123,6 @@ class _Embedding:
 
     def __init__(self, table: nn.Embedding):
         self._places = torch.zeros(table.embedding_dim)
-        self._count = table.num_embeddings
         table.register_forward_hook(self._hear)
 
     def _hear(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -136,7 +131,6 @@ class _Embedding:
     def _add(self, gradient: Tensor) -> None:
         self._places += gradient.flatten(0, -2).float().square().sum(0)
 
-    def found(self, ids: Tensor) -> Sensitivity:
-        """A row counts as often as its token occurs."""
-        rows = torch.bincount(ids.flatten(), minlength=self._count) / ids.numel()
-        return Sensitivity(self._places.view(-1, 1, 1) / ids.numel(), rows)
+    def found(self, tokens: int) -> Sensitivity:
+        """The means over so many tokens, each of which has one row."""
+        return Sensitivity(self._places.view(-1, 1, 1) / tokens, 1.0)

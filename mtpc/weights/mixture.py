@@ -31,7 +31,7 @@ def expected_losses(weight: Tensor, schemes: Iterable[str], known: Sensitivity) 
         spec = SCHEMES[scheme].spec(weight.shape[1], weight.dtype)
         assert spec is not None
         squares = (quantise(some, spec).dequantise() - some).square().mean(0)
-        found[scheme] = float(squares @ left * known.rows.sum() / 2)
+        found[scheme] = float(squares @ left) * known.scale / 2
     return found
 
 

@@ -28,16 +28,16 @@ _COLUMNS = 4
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What errors of a weight [N, K] cost, in nats a token: the sum over rows r, with errors e of
-    each, of rows[r] * e^T moments e / 2.
+    """What errors of a weight [N, K] cost, in nats a token: scale / 2 * e^T moments e, of errors e
+    of a row, on average over the rows.
 
     Attributes:
         moments: of blocks of the inputs, float32 [K / B, B, B].
-        rows: float32 [N].
+        scale: as above.
     """
 
     moments: Tensor
-    rows: Tensor
+    scale: float
 
 
 @dataclass(frozen=True)

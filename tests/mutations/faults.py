@@ -1381,8 +1381,8 @@ FAULTS = (
     Fault(
         "calibration: what tokens cost together is what they cost apart",
         "models/calibrate.py",
-        "factor = self._together / self._apart / tokens",
-        "factor = 1 / tokens",
+        "scale = self.weight * self._together / self._apart / tokens",
+        "scale = self.weight / tokens",
         "weights/test_mixture.py::test_losses_are_in_nats",
     ),
     Fault(
