@@ -257,7 +257,7 @@ LINES = {
     "host": 520,
     "integrations": 5060,
     "layout": 1220,
-    "models": 9370,
+    "models": 9480,
     "ops": 2720,
     "passes": 2550,
     "program": 5160,

@@ -1372,6 +1372,27 @@ FAULTS = (
         "weights/test_write_quantised.py::test_the_search[iq4_nl]",
     ),
     Fault(
+        "a derived family: a recurrence beside attention is forgotten",
+        "models/observe.py",
+        "self.states[layer] = replace(state, beside=before)",
+        "self.states[layer] = state",
+        "models/test_derived_recurrent.py::test_rows_are_those_of_transformers[FalconH1ForCausalLM]",
+    ),
+    Fault(
+        "a derived family: Falcon-H1's projection has no scales",
+        "models/mamba2.py",
+        "self.in_proj(rows * self.ssm_in_multiplier) * self.mup_vector[0]",
+        "self.in_proj(rows * self.ssm_in_multiplier)",
+        "models/test_derived_recurrent.py::test_rows_are_those_of_transformers[FalconH1ForCausalLM]",
+    ),
+    Fault(
+        "a derived family: the head loses the decoder's numbers",
+        "models/heads.py",
+        "vars(self).update({n: v for n, v in vars(decoder).items() if isinstance(v, int | float)})",
+        "self.lm_head_multiplier = 1.0",
+        "models/test_derived_recurrent.py::test_rows_are_those_of_transformers[FalconH1ForCausalLM]",
+    ),
+    Fault(
         "calibration: all tokens count alike",
         "models/calibrate.py",
         "rows = inputs.float() * of_token.sqrt()[:, None]",
