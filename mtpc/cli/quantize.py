@@ -18,7 +18,7 @@ from mtpc.weights.plain_file import read_text
 from mtpc.weights.rounding import Sensitivity
 from mtpc.weights.write_quantised import Calibrate, nothing_known, quantise_checkpoint
 
-_TOKENS = 8192
+_TOKENS = 4096
 """The most tokens of a calibration text that are run."""
 
 

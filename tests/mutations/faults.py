@@ -1423,7 +1423,7 @@ FAULTS = (
     Fault(
         "a mixture of schemes: an error's later corrections are forgotten",
         "weights/mixture.py",
-        "left = 1 / feedback(known.moments).diagonal(dim1=1, dim2=2).flatten().square()",
+        "left = root_of(known.moments).diagonal(dim1=1, dim2=2).flatten().square()",
         "left = known.moments.diagonal(dim1=1, dim2=2).flatten()",
         "weights/test_mixture.py::test_an_expected_loss_is_what_rounding_costs[iq4_nl]",
     ),
