@@ -265,7 +265,7 @@ LINES = {
     "step": 2010,
     "store": 1080,
     "tuning": 1810,
-    "weights": 9150,
+    "weights": 9200,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 
