@@ -53,17 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command.working_directory(args.workdir) as workdir:
         cache = workdir.absolute() / "cache"
         rows = [*_starts(args, cache, tell), *_steps(args, cache, tell)]
-    with args.file.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    of_file = {"bytes": args.file.stat().st_size, "sha256": sha256}
-    publish("released", args, {"file": of_file, "rows": rows}, table)
+    files = {"file": _described(args.file)}
+    if args.llama_file:
+        files["llama_file"] = _described(args.llama_file)
+    publish("released", args, {**files, "rows": rows}, table)
     return 0
+
+
+def _described(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
 
 
 def table(record: Record) -> Table:
     """A record's table."""
     others = max(max(row["foreign"]) for row in record["rows"])
-    notes = (*NOTES, f"others' share: {others:.0%}", f"file: {record['file']}")
+    files = [f"{key}: {record[key]}" for key in ("file", "llama_file") if key in record]
+    notes = (*NOTES, f"others' share: {others:.0%}", *files)
     return Table("A released file", COLUMNS, [_cells(row) for row in record["rows"]], notes)
 
 
@@ -136,7 +143,7 @@ def _steps(args: argparse.Namespace, cache: Path, tell: Tell) -> list[dict[str, 
         prefill_chunk=args.prompt,
         max_len=max(args.prompt, args.context + args.new_tokens) + command.HEADROOM,
     )
-    threads, file = torch.get_num_threads(), args.file.absolute()
+    threads, file = torch.get_num_threads(), (args.llama_file or args.file).absolute()
     llama = LlamaDecoder(args.llama_bench, file, "", threads) if args.llama_bench else None
     engines = Engines(args, model, llama)
     cases: dict[str, Callable[[], tuple[float, float | None]]] = {
@@ -164,6 +171,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command.new_parser("released", __doc__, *flags)
     add = parser.add_argument
     add("file", type=Path, help="a GGUF file")
+    text = "what llama.cpp reads (default: the same); both may be as good, and of unlike sizes"
+    add("--llama-file", type=Path, metavar="FILE", help=text)
     add("--batches", nargs="+", type=positive, default=[1, 4, 8], metavar="N")
     add("--context", type=positive, default=128, metavar="N", help="tokens before those decoded")
     add("--new-tokens", type=positive, default=64, metavar="N", help="tokens that are decoded")

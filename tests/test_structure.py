@@ -251,13 +251,13 @@ LINES = {
     "backends": 14420,
     "capture": 1200,
     "certificate": 1500,
-    "cli": 4270,
+    "cli": 4280,
     "engine": 5520,
     "evaluation": 540,
     "host": 520,
     "integrations": 5060,
     "layout": 1150,
-    "models": 8660,
+    "models": 8820,
     "ops": 2500,
     "passes": 2390,
     "program": 5160,
@@ -265,7 +265,7 @@ LINES = {
     "step": 2010,
     "store": 1080,
     "tuning": 1710,
-    "weights": 8390,
+    "weights": 8600,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

@@ -288,6 +288,8 @@ def _add_quantize(parser: argparse.ArgumentParser) -> None:
     add("--scheme", required=True, metavar="SCHEME", help=f"one of {', '.join(SCHEMES)}")
     text = "text that shows which inputs are large; without FILE, Python's help topics"
     add("--calibration", nargs="?", type=Path, const=Path(), metavar="FILE", help=text)
+    text = "bits a weight on average: more than the scheme's where it pays most; calibrates"
+    add("--bits", type=float, metavar="B", help=text)
     text = "quantise output heads, too: vLLM reads them since March 2026, SGLang does not"
     add_switches(parser, ("--head", text))
     text = "leave modules of these names plain, as '*.self_attn.*'; repeatable"

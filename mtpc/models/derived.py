@@ -138,7 +138,9 @@ def _family(names: tuple[str, ...], kind: Any, config: Any) -> ModelFamily:
             f"transformers' {kind.__name__} has an encoder's layers, or attends to an encoder; "
             "expected a decoder-only causal LM"
         )
+    from mtpc.models.mamba2 import MIXERS
     from mtpc.models.observe import ObservedCaches, observe
+    from mtpc.models.recurrent import RecurrentKV, RecurrentState
 
     return ModelFamily(
         name=config.model_type,
@@ -148,4 +150,6 @@ def _family(names: tuple[str, ...], kind: Any, config: Any) -> ModelFamily:
         wiring=NO_LAYERS,
         num_mtp_layers=lambda config: 0,
         cache_specs=ObservedCaches(partial(observe, kind)),
+        cache_kinds=(RecurrentState, RecurrentKV),
+        canonical=MIXERS,
     )

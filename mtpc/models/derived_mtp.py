@@ -25,7 +25,7 @@ from mtpc.models.families.nextn import GLM4_MOE
 from mtpc.models.families.qwen3_next import QWEN3_NEXT
 from mtpc.models.family import ModelFamily, nextn_layers
 from mtpc.models.hf import StepParts
-from mtpc.models.observe import LayerState, ObservedCaches, Observer, observe, redirect, rows
+from mtpc.models.observe import Kept, ObservedCaches, Observer, observe, redirect, rows
 
 _COUNT = "num_mtp_layers"
 """transformers' name of the number of MTP layers."""
@@ -122,7 +122,7 @@ def _rotary_type(config: Any, index: int) -> str | None:
     return str(kinds[index]) if any(kind in angles for kind in kinds) else None
 
 
-def _observe(kind: Any, config: Any) -> Mapping[int, LayerState]:
+def _observe(kind: Any, config: Any) -> Mapping[int, Kept]:
     """What MTP layers keep, by their numbers after the decoder's layers."""
     try:
         return observe(kind, _counted(config), _run_layers)

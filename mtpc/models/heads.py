@@ -33,7 +33,7 @@ class OwnHead(nn.Module):
     def __init__(self, model: nn.Module, decoder: str):
         super().__init__()
         self.model = copy.copy(model)
-        self.model._modules = {**model._modules, decoder: _Given()}
+        self.model._modules = {**model._modules, decoder: _Given(model.get_submodule(decoder))}
 
     def forward(self, features: Tensor) -> Tensor:
         is_flat = features.dim() == 2
@@ -43,7 +43,11 @@ class OwnHead(nn.Module):
 
 
 class _Given(nn.Module):
-    """In place of a decoder: gives what it is given."""
+    """In place of a decoder: has its numbers, as a scale of logits, and gives what it is given."""
+
+    def __init__(self, decoder: nn.Module):
+        super().__init__()
+        vars(self).update({n: v for n, v in vars(decoder).items() if isinstance(v, int | float)})
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _Output:
         return _Output(inputs_embeds)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from transformers.integrations.moe import ExpertsInterface
 from mtpc.errors import MtpcError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import kv_specs, paged_spec_of_latent
+from mtpc.models.mamba2 import MIXERS
+from mtpc.models.recurrent import Recurrence
 from mtpc.models.rotary import max_positions, with_fixed_angles
-from mtpc.models.seams import CACHE, Unreadable
+from mtpc.models.seams import CACHE, StandIn, Unreadable, stand_in
 
 _NAME = "mtpc_observed"
 TOKENS = 3
@@ -42,11 +44,24 @@ _NEUTRAL = ("mtpc_context", "position_ids", "dropout", "is_causal", "use_cache")
 class LayerState:
     """What a layer keeps for each token, and how far its rows look back: a window of positions, a
     row's own included; 0 is all. `heads` is 0 for a latent, of which keys and values are made; its
-    widths are those of latent and rotated key, and else of a key head and a value head."""
+    widths are those of latent and rotated key, and else of a key head and a value head. `beside` is
+    what a recurrence in the same layer keeps."""
 
     heads: int
     widths: tuple[int, int]
     window: int
+    beside: Recurrence | None = None
+
+    def specs(self, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        """State buffers of a layer of a model."""
+        beside = self.beside.specs(layer, dtype) if self.beside else ()
+        if not self.heads:
+            return (*paged_spec_of_latent(layer, dtype, sum(self.widths)), *beside)
+        return (*kv_specs(layer, dtype, self.heads, self.widths, self.window), *beside)
+
+
+Kept: TypeAlias = LayerState | Recurrence
+"""What a layer keeps: of each token, or of a request."""
 
 
 @dataclass
@@ -56,7 +71,7 @@ class Observer:
 
     longest: float
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    states: dict[int, LayerState] = field(default_factory=dict)
+    states: dict[int, Kept] = field(default_factory=dict)
 
     def update(
         self, first: Tensor, second: Tensor, layer_idx: int, **_: Any
@@ -79,7 +94,7 @@ class Observer:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"it asks its cache for {name!r}, and a step's cache has keys and values alone"
+            f"it asks its cache for {name!r}, and a step's has keys, values and Mamba-2's state"
         )
 
     def attend(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
@@ -98,9 +113,29 @@ class Observer:
             raise UnsupportedModelError(
                 f"layer {layer} changes keys or values between its cache and its attention"
             )
-        if layer in self.states:
+        before = self.states.get(layer)
+        if isinstance(before, LayerState):
             raise UnsupportedModelError(f"layer {layer} attends twice")
-        self.states[layer] = state
+        self.states[layer] = replace(state, beside=before)
+
+    def recur(self, layer: int, recurrence: Recurrence) -> None:
+        """Note a recurrent layer, which comes before attention in the same layer."""
+        if layer in self.states:
+            raise UnsupportedModelError(f"layer {layer} recurs after another part of it")
+        self.states[layer] = recurrence
+
+
+class _Mixer(StandIn):
+    """In place of a recurrent layer: notes what it keeps."""
+
+    def __init__(self, make: Callable[[Any], Any], module: nn.Module):
+        super().__init__(module)
+        self.mtpc_keeps = make(module).keeps
+
+    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        observer = options["cache" if "cache" in options else "cache_params"]
+        observer.recur(self.layer_idx, self.mtpc_keeps)
+        return torch.empty_like(hidden_states)
 
 
 def _expands(module: Any, latent: Tensor, rotated: Tensor, key: Tensor) -> bool:
@@ -245,7 +280,7 @@ def run_decoder(model: Any, observer: Observer) -> None:
 
 def observe(
     kind: Any, config: Any, run: Callable[[Any, Observer], None] = run_decoder
-) -> Mapping[int, LayerState]:
+) -> Mapping[int, Kept]:
     """What each layer of a decoder keeps, by its index; layers that keep nothing are left out.
 
     `run` runs layers of a model on the meta device, as `run_decoder` does.
@@ -261,6 +296,7 @@ def observe(
         with torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config), attn_implementation="eager")
         with torch.no_grad():
+            stand_in(model, {name: partial(_Mixer, make) for name, make in MIXERS.items()})
             run(with_fixed_angles(model, TOKENS).eval(), observer)
     except Exception as error:
         is_ours = isinstance(error, (MtpcError, AttributeError))
@@ -271,7 +307,7 @@ def observe(
             f"mtpc cannot step transformers' {kind.__name__}: {' '.join(why.split())}"
         ) from error
     unread = sorted(observer.kept.keys() - observer.states.keys())
-    if unread or not observer.kept:
+    if unread or not observer.states:
         keeps = f"layer {unread[0]} keeps keys" if unread else "it keeps no keys"
         raise UnsupportedModelError(
             f"mtpc cannot step transformers' {kind.__name__}: {keeps}, by transformers' interfaces "
@@ -284,9 +320,9 @@ class ObservedCaches:
     """State buffers of a class's layers: `ModelFamily.cache_specs`. `look` makes of a config what
     its layers keep, by layer index."""
 
-    def __init__(self, look: Callable[[Any], Mapping[int, LayerState]]):
+    def __init__(self, look: Callable[[Any], Mapping[int, Kept]]):
         self._look = look
-        self._known: list[tuple[Any, Mapping[int, LayerState]]] = []
+        self._known: list[tuple[Any, Mapping[int, Kept]]] = []
 
     def __call__(self, config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
         """The buffers of a layer; none for one that keeps nothing.
@@ -298,13 +334,9 @@ class ObservedCaches:
         """
         layers = self._layers(config)
         state = layers.get(layer, layers.get(min(layer, config.num_hidden_layers - 1)))
-        if state is None:
-            return ()
-        if not state.heads:
-            return paged_spec_of_latent(layer, dtype, sum(state.widths))
-        return kv_specs(layer, dtype, state.heads, state.widths, state.window)
+        return () if state is None else state.specs(layer, dtype)
 
-    def _layers(self, config: Any) -> Mapping[int, LayerState]:
+    def _layers(self, config: Any) -> Mapping[int, Kept]:
         """What the layers keep; a config is looked at once."""
         for known, layers in self._known:
             if known is config:

@@ -16,32 +16,46 @@ from torch import Tensor
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import VERIFY, BufferSpec
 from mtpc.layout.buffers import K_MAX, S
-from mtpc.models.caches import slot_spec
+from mtpc.models.caches import PagedKV, slot_spec
 from mtpc.models.seams import StandIn
 
 
-def recurrent_specs(
-    what: str, layer: int, dtype: torch.dtype, matrices: tuple[int, ...], inputs: int, width: int
-) -> tuple[BufferSpec, ...]:
-    """State buffers of one layer by request slot; see `mtpc.ops.recurrence`.
+@dataclass(frozen=True)
+class Recurrence:
+    """What a recurrent layer keeps of a request: one state of the shape `matrices`, and the values
+    that the recurrence takes (`inputs` a row) of its last K_max + W - 1 positions. W is the width
+    of the convolution."""
 
-    A request has one recurrent state, of the shape `matrices`, and the values that the recurrence
-    takes (`inputs` a row) of its last K_max + W - 1 positions. W is the width of the convolution.
-    """
-    wide, back = torch.promote_types(dtype, torch.float32), width - 1
-    return (
-        slot_spec(f"kv.{layer}.recurrent", (S, *matrices), wide,
-                  f"{what}: state matrices by request slot", VERIFY),
-        slot_spec(f"kv.{layer}.history", (S, K_MAX + back, inputs), dtype,
-                  f"{what}: the last inputs by request slot", VERIFY),
-        slot_spec(f"kv.{layer}.standing", (S,), torch.int32,
-                  f"{what}: number of positions that are in the state", VERIFY),
-    )  # fmt: skip
+    what: str
+    matrices: tuple[int, ...]
+    inputs: int
+    width: int
+
+    def specs(self, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
+        """State buffers of a layer of a model by request slot; see `mtpc.ops.recurrence`."""
+        wide, back = torch.promote_types(dtype, torch.float32), self.width - 1
+        return (
+            slot_spec(f"kv.{layer}.recurrent", (S, *self.matrices), wide,
+                      f"{self.what}: state matrices by request slot", VERIFY),
+            slot_spec(f"kv.{layer}.history", (S, K_MAX + back, self.inputs), dtype,
+                      f"{self.what}: the last inputs by request slot", VERIFY),
+            slot_spec(f"kv.{layer}.standing", (S,), torch.int32,
+                      f"{self.what}: number of positions that are in the state", VERIFY),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class RecurrentState:
     """State of a recurrent layer by request slot; `mtpc.ops.recurrence` gives the shapes."""
+
+    recurrent: Tensor
+    history: Tensor
+    standing: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentKV(PagedKV):
+    """State of a layer that attends and recurs side by side."""
 
     recurrent: Tensor
     history: Tensor
@@ -75,7 +89,7 @@ class RecurrentLayer(StandIn):
         [T, ...], weights, the state of the `StepContext` that is in the cache's place among the
         arguments of `forward`, and options, in this order. Returns [T, HV, Dv]."""
         context = given["cache" if "cache" in given else "cache_params"]  # since, before 5.24
-        state: RecurrentState = context.layers[self.layer_idx]
+        state: RecurrentState | RecurrentKV = context.layers[self.layer_idx]
         return operator(
             rows,
             *weights,

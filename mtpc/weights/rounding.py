@@ -27,6 +27,20 @@ _COLUMNS = 4
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """What errors of a weight [N, K] cost, in nats a token: scale / 2 * e^T moments e, of errors e
+    of a row, on average over the rows.
+
+    Attributes:
+        moments: of blocks of the inputs, float32 [K / B, B, B].
+        scale: as above.
+    """
+
+    moments: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Grid:
     """The numbers that codes of a kind stand for.
 
@@ -55,7 +69,7 @@ class Grid:
         """
         if self.kind in VALUES:
             low, high = self.ends
-            return tuple(f * s for s in (1, high / low) for f in _spread(0.76, 1.06, 6))
+            return tuple(f * s for s in (1, high / low) for f in _spread(0.8, 1.02, 4))
         of = {"int4": (0.66, 1.1, 12), "int5": (0.8, 1.1, 7), "int8": (0.85, 1.0, 5)}
         return _spread(*of[self.kind]) if self.kind in of else ()
 
@@ -173,20 +187,25 @@ def moments_width(inputs: int) -> int:
     return max(width for width in range(1, min(inputs, _MOST_PAIRED) + 1) if inputs % width == 0)
 
 
-def feedback(moments: Tensor) -> Tensor:
-    """How the error of an input's weight is made up for by the weights of later inputs.
+def root_of(moments: Tensor) -> Tensor:
+    """Upper triangular R [K / B, B, B] with R R^T = moments, after damping.
+
+    R[j, j]^2 is what an error of input j's weight counts when later weights have made up for it.
 
     Args:
         moments: second moments of blocks of inputs, float32 [K / B, B, B].
-
-    Returns:
-        Upper triangular [K / B, B, B] U with U^T U = moments^-1, after damping.
     """
     moments = moments.clone()
     diagonal = moments.diagonal(dim1=1, dim2=2)
     diagonal[diagonal == 0] = 1  # An input that is always 0: its weight may be anything.
     diagonal += _DAMPING * diagonal.mean()
-    root = torch.linalg.cholesky(moments.flip(1, 2)).flip(1, 2)  # Upper: root root^T = moments.
+    return torch.linalg.cholesky(moments.flip(1, 2)).flip(1, 2)
+
+
+def feedback(moments: Tensor) -> Tensor:
+    """How the error of an input's weight is made up for by the weights of later inputs: upper
+    triangular U [K / B, B, B] with U^T U = moments^-1, after damping."""
+    root = root_of(moments)
     return torch.linalg.solve_triangular(root, torch.eye(root.shape[-1]), upper=True)
 
 

@@ -3,11 +3,11 @@ and GGUF files as GGUF."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
 from mtpc.weights.quantise import SCHEMES, TABLES, is_head, quantise, stays_plain
+from mtpc.weights.rounding import Sensitivity
 from mtpc.weights.shards import (
     ShardWriter,
     copy_others,
@@ -30,7 +31,13 @@ from mtpc.weights.shards import (
     write_json,
 )
 
-NO_MOMENTS: Mapping[str, Tensor] = MappingProxyType({})
+Calibrate = Callable[[Checkpoint], Mapping[str, Sensitivity]]
+"""What errors of a checkpoint's weights cost, by name; of some weights nothing may be known."""
+
+
+def nothing_known(_: Checkpoint) -> Mapping[str, Sensitivity]:
+    """Weights are rounded without calibration."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -38,13 +45,13 @@ class Written:
     """A checkpoint that was written.
 
     Attributes:
-        quantised: number of weights that are quantised.
+        quantised: number of weights by the scheme that they are quantised by.
         plain: names of the matrices that are not.
         bytes_before: bytes of the tensors that were read.
         bytes_after: bytes of the tensors that were written.
     """
 
-    quantised: int
+    quantised: Mapping[str, int]
     plain: tuple[str, ...]
     bytes_before: int
     bytes_after: int
@@ -56,7 +63,8 @@ def quantise_checkpoint(
     scheme: str,
     head: bool = False,
     keep: Sequence[str] = (),
-    moments: Mapping[str, Tensor] = NO_MOMENTS,
+    calibrate: Calibrate = nothing_known,
+    bits: float | None = None,
     tell: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Written:
     """Write a quantised copy of a checkpoint.
@@ -69,11 +77,14 @@ def quantise_checkpoint(
         head: quantise output heads, too; those of GGUF files always are, and embeddings with them.
             vLLM reads quantised heads since March 2026; SGLang does not.
         keep: patterns of names of modules that stay plain, as "*.self_attn.*".
-        moments: of the inputs of weights, by name; see `quantise`.
+        calibrate: called when all else is known to be in order; see `quantise` for what moments do.
+        bits: of a weight, on average: where it pays most, matrices of which something is known get
+            schemes of more bits. GGUF files alone have them.
         tell: called with progress: the stage, and the share of it that is done.
 
     Raises:
-        OptionError: there is no such scheme, it is of the other format, or `out` exists.
+        OptionError: there is no such scheme, it is of the other format, it has more bits than are
+            asked for, or `out` exists.
         CheckpointError: the checkpoint cannot be read, is quantised already, or holds weights that
             are not finite; or `out` cannot be written.
     """
@@ -85,9 +96,14 @@ def quantise_checkpoint(
         raise CheckpointError(
             f"{checkpoint.directory} is quantised already; expected a checkpoint of plain weights"
         )
-    writer = _Writer(checkpoint, scheme, head, keep, moments, tell)
+    writer = _Writer(checkpoint, scheme, head, keep, calibrate, tell)
     if checkpoint.gguf:
-        return writer.rewrite_gguf(out)
+        return writer.rewrite_gguf(out, bits)
+    if bits is not None:
+        raise OptionError(
+            f"bits are those of a GGUF file, and {checkpoint.directory} is a directory of "
+            "safetensors; expected a scheme alone, or a GGUF file"
+        )
     warn_of_cost(scheme)
     files_beside(checkpoint.directory)  # Raises now, not after an hour.
     with new_directory(out) as scratch:
@@ -119,17 +135,17 @@ class _Writer:
     scheme: str
     head: bool
     keep: Sequence[str]
-    moments: Mapping[str, Tensor]
+    calibrate: Calibrate
     tell: Callable[[str, float], None]
 
-    def rewrite_gguf(self, out: Path) -> Written:
+    def rewrite_gguf(self, out: Path, bits: float | None) -> Written:
         """Write a GGUF file again; embeddings, which may be heads, are rounded with the rest.
 
         Raises:
             CheckpointError: it has several parts, or no weight that the scheme fits.
         """
         from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
-        from mtpc.weights.gguf.write import in_file_order, names_of, write_rounded
+        from mtpc.weights.gguf.write import Mixture, in_file_order, names_of, write_rounded
 
         (file, *more) = self.checkpoint.files
         if more:
@@ -138,7 +154,8 @@ class _Writer:
                 "one file: join them by llama-gguf-split --merge"
             )
         assert isinstance(file, GgufFile)
-        matrices, plain = dict[str, Tensor | None](), list[str]()
+        mixture = None if bits is None else Mixture(self.scheme, bits)
+        names, plain = dict[str, str](), list[str]()
         for source, name in names_of(file).items():
             stored = file.header.tensors[source]
             if len(stored.shape) < 2 or not name.endswith(".weight"):
@@ -149,12 +166,18 @@ class _Writer:
             if stays or not fits or self._keeps(module):
                 plain.append(name)
                 continue
-            found = self.moments.get(name)
-            ordered = None if found is None else in_file_order(found, file.tensors[name])
-            matrices[source] = ordered
-        self._check_any(matrices)
-        after = write_rounded(file, out, matrices, self.scheme, self.tell)
-        return Written(len(matrices), tuple(plain), self._bytes_before, after)
+            names[source] = name
+        self._check_any(names)
+        known = self.calibrate(self.checkpoint)
+        matrices = {
+            source: in_file_order(known[name], file.tensors[name]) if name in known else None
+            for source, name in names.items()
+        }
+        schemes = dict.fromkeys(matrices, self.scheme)
+        if mixture is not None:
+            schemes = mixture.choose(file, matrices, self.tell)
+        after = write_rounded(file, out, matrices, schemes, self.tell)
+        return Written(Counter(schemes.values()), tuple(plain), self._bytes_before, after)
 
     def write(self, directory: Path) -> Written:
         """Write all files of a directory."""
@@ -168,7 +191,7 @@ class _Writer:
         says = quantization_config(self.scheme, ignored)
         write_json(directory / CONFIG, {**self.checkpoint.config, "quantization_config": says})
         copy_others(self.checkpoint.directory, directory)
-        return Written(len(specs), plain, self._bytes_before, after)
+        return Written({self.scheme: len(specs)}, plain, self._bytes_before, after)
 
     @property
     def _bytes_before(self) -> int:
@@ -197,7 +220,7 @@ class _Writer:
 
     def _write_shards(self, directory: Path, specs: dict[str, GroupSpec]) -> int:
         """Write all tensors; returns their bytes."""
-        writer = ShardWriter(directory)
+        known, writer = self.calibrate(self.checkpoint), ShardWriter(directory)
         names = sorted(self.checkpoint.stored)
         for done, name in enumerate(names):
             self.tell(f"quantise {len(names)} tensors", done / len(names))
@@ -205,23 +228,26 @@ class _Writer:
             if not is_finite(tensor):
                 refuse_not_finite([name], str(self.checkpoint.directory))
             spec = specs.get(name)
-            parts = {name: tensor.clone()} if spec is None else self._parts(name, tensor, spec)
+            parts = {name: tensor.clone()}
+            if spec is not None:
+                parts = _parts(name, tensor, spec, known[name].moments if name in known else None)
             self.checkpoint.release(name)
             writer.add(parts)
         writer.finish()
         return writer.nbytes
 
-    def _parts(self, name: str, tensor: Tensor, spec: GroupSpec) -> dict[str, Tensor]:
-        """The tensors that a weight is stored as."""
-        weight = quantise(tensor, spec, self.moments.get(name))
-        scales = {f"{name}_scale": weight.scales}
-        if spec.form.kind == "int4":
-            shape = torch.tensor(weight.codes.shape)
-            return {**scales, f"{name}_packed": pack_words(weight.codes), f"{name}_shape": shape}
-        if spec.form.kind == "float8":
-            return {**scales, name: weight.codes}
-        # Signed, as compressed-tensors stores them.
-        return {**scales, name: (weight.codes ^ weight.form.default_zero).view(torch.int8)}
+
+def _parts(name: str, tensor: Tensor, spec: GroupSpec, moments: Tensor | None) -> dict[str, Tensor]:
+    """The tensors that a weight is stored as."""
+    weight = quantise(tensor, spec, moments)
+    scales = {f"{name}_scale": weight.scales}
+    if spec.form.kind == "int4":
+        shape = torch.tensor(weight.codes.shape)
+        return {**scales, f"{name}_packed": pack_words(weight.codes), f"{name}_shape": shape}
+    if spec.form.kind == "float8":
+        return {**scales, name: weight.codes}
+    # Signed, as compressed-tensors stores them.
+    return {**scales, name: (weight.codes ^ weight.form.default_zero).view(torch.int8)}
 
 
 def quantization_config(scheme: str, ignored: Sequence[str]) -> dict[str, Any]:

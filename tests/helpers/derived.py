@@ -78,6 +78,13 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "bamba": {"mamba_n_groups": 2},
+    "falcon_h1": {
+        "ssm_multipliers": [0.7, 0.9, 1.2, 0.8, 1.1],
+        "ssm_in_multiplier": 1.25,
+        "lm_head_multiplier": 0.5,
+    },
+    "granitemoehybrid": {"mamba_n_groups": 2},
     "gemma3n_text": {
         "num_hidden_layers": 4,
         "num_kv_shared_layers": 2,
@@ -306,9 +313,8 @@ def _reason(message: str, name: str) -> str:
     said = said.removeprefix(f"transformers' {name} ")
     said = re.sub(r"architectures \['.*", "it is no decoder-only causal LM", said)
     said = " ".join(re.sub(r"\b[A-Z]\w+Attention\w*", "its attention", said).split())
-    said = re.sub(
-        r"(?<=it asks its cache for) '\w+', and a step's.*", " more than keys and values", said
-    )
+    kept = " more than keys, values and Mamba-2's state"
+    said = re.sub(r"(?<=it asks its cache for) '\w+', and a step's has.*", kept, said)
     return re.sub(r"(?<=sees what it keeps without any) \(.*", "", said)
 
 

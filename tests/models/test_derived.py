@@ -35,10 +35,12 @@ BY_DEFAULT = (
     "GPT2LMHeadModel",
     "Llama4ForCausalLM",
     "FalconH1ForCausalLM",
+    "MiniMaxForCausalLM",
     "BertLMHeadModel",
 )
 """Windows, sinks, experts, one matrix for several, scaled logits, latents, multipliers, attention
-that hands nothing on, learned positions; chunks, recurrent state and an encoder are refused."""
+that hands nothing on, learned positions, Mamba-2 beside attention; chunks, other recurrent state
+and an encoder are refused."""
 ROWS = derived.written()
 is_newest = transformers.__version__.startswith("5.24.")
 
@@ -48,8 +50,10 @@ is_newest = transformers.__version__.startswith("5.24.")
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in BY_DEFAULT)) for n in ROWS]
 )
 def test_a_class_is_transformers_own_or_is_refused(name: str, tmp_path: Path) -> None:
-    """Three prompts, two at a time, in chunks; as the table says."""
-    assert derived.outcome(name, tmp_path) == ROWS[name]
+    """Three prompts, two at a time, in chunks; as the table says. How near a class that computes in
+    float32 is depends on the processor."""
+    found, said = derived.outcome(name, tmp_path), ROWS[name]
+    assert found == said or (found.startswith(EQUAL) and said.startswith(EQUAL))
 
 
 def test_the_table_is_of_classes() -> None:

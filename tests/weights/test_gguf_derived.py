@@ -33,9 +33,10 @@ ARCHS: dict[str, str] = {
     "olmo2": "olmo2",
     "seed_oss": "seed_oss",
     "starcoder2": "starcoder2",
+    "falcon-h1": "falcon_h1",
 }
 """Architecture of files -> transformers' type."""
-BY_DEFAULT = ("gemma3", "llama", "qwen2moe", "phi3")
+BY_DEFAULT = ("gemma3", "llama", "qwen2moe", "phi3", "falcon-h1")
 PLUS_ONE = ("gemma", "gemma2", "gemma3")
 PERMUTED = ("llama", "granite", "smollm3")
 OWN: dict[str, dict[str, Any]] = {
@@ -49,6 +50,17 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3moe": {"norm_topk_prob": True},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
 }
+OWN["falcon-h1"] = {
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_n_groups": 2,
+    "embedding_multiplier": 3.0,
+    "mlp_multipliers": [0.9, 1.3],
+    "key_multiplier": 0.8,
+    "attention_in_multiplier": 1.1,
+    "attention_out_multiplier": 0.7,
+    "ssm_out_multiplier": 1.2,
+}
 _EXPERT = re.compile(r"(model\.layers\.(\d+)\..*experts)\.(\d+)\.(\w+)\.weight")
 _MERGED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
@@ -57,6 +69,35 @@ def permuted(tensor: Tensor, heads: int) -> Tensor:
     """llama.cpp's order of a head's rows, in which those that rotate together are neighbours."""
     split = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
     return split.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def of_falcon_h1(name: str, tensor: Tensor, config: Any) -> tuple[str, Tensor]:
+    """Multipliers are in the weights; conversion/falcon_h1.py and mamba.py."""
+    inside, outside = config.attention_in_multiplier, config.attention_out_multiplier
+    factors: dict[str, Any] = {
+        "down_proj": config.mlp_multipliers[1],
+        "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * inside,
+        "q_proj": inside,
+        "v_proj": inside,
+        "o_proj": outside,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if module == "in_proj":
+        states = config.mamba_n_groups * config.mamba_d_state
+        parts = [config.mamba_d_ssm] * 2 + [states] * 2 + [config.mamba_n_heads]
+        sizes = torch.tensor(config.ssm_multipliers).repeat_interleave(torch.tensor(parts))
+        return name, tensor * config.ssm_in_multiplier * sizes[:, None]
+    if module == "conv1d":
+        tensor = tensor.squeeze()
+    if module in ("A_log", "D"):
+        tensor = (-tensor.exp() if module == "A_log" else tensor)[:, None]
+    if name.endswith("mamba.norm.weight"):
+        tensor = tensor.reshape(config.mamba_n_groups, -1)
+    return name.replace(".dt_bias", ".dt_proj.bias"), tensor * factors.get(module, 1.0)
 
 
 def write(model: Any, arch: str, directory: Path) -> Path:
@@ -78,6 +119,8 @@ def write(model: Any, arch: str, directory: Path) -> Path:
             is_query = "q_proj" in name
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             tensor = permuted(tensor, heads)
+        if arch == "falcon-h1":
+            name, tensor = of_falcon_h1(name, tensor, config)
         expert = _EXPERT.fullmatch(name)
         if expert is not None:
             whole = f"model.layers.{expert[2]}.mlp.experts.{_MERGED.get(expert[4], expert[4])}"
@@ -126,6 +169,12 @@ def _add_sizes(writer: Any, config: Any, arch: str) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if arch == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if arch == "falcon-h1":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_inner_size(config.mamba_d_ssm)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_time_step_rank(config.mamba_d_ssm // config.mamba_d_head)
+        writer.add_ssm_group_count(config.mamba_n_groups)
     if arch == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -1,16 +1,10 @@
-"""Rounding by what inputs are like: importance, error feedback, and what calibration collects."""
+"""Rounding by what inputs are like: importance and error feedback."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from helpers.tiny import make_checkpoint
 
-from mtpc.models.calibrate import WINDOW, _Moments, second_moments
-from mtpc.models.load import family_of, read_target
-from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.quantise import SCHEMES, quantise
 from mtpc.weights.rounding import Grid, feedback, moments_width, round_with_feedback
 
@@ -95,42 +89,3 @@ def test_feedback_is_that_of_input_after_input() -> None:
 
 def test_blocks_of_moments_divide_the_inputs() -> None:
     assert [moments_width(n) for n in (64, 896, 4864, 18944, 1031)] == [64, 896, 608, 592, 1]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_moments_are_those_of_the_layers_inputs(tied: bool, tmp_path: Path) -> None:
-    """Each against a run of its own, of which some read the same tensor; a tied embedding has the
-    head's."""
-    path = make_checkpoint("mimo", tmp_path / "plain", tie_word_embeddings=tied)
-    checkpoint = Checkpoint(path)
-    ids = torch.randint(0, 64, (2 * WINDOW + 7,))
-    found = second_moments(checkpoint, ids)
-    model = read_target(checkpoint, family_of(checkpoint), "bfloat16")
-    seen = dict[str, list[torch.Tensor]]()
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            read = seen.setdefault(f"{name}.weight", [])
-            module.register_forward_pre_hook(lambda _, given, to=read: to.append(given[0][0]))
-    with torch.no_grad():
-        for window in ids[: 2 * WINDOW].view(2, -1):
-            model(window[None])
-    assert len(seen) > 7
-    for name, inputs in seen.items():
-        rows = torch.cat(inputs).float()
-        torch.testing.assert_close(found[name][0], rows.T @ rows / len(rows))
-    if tied:
-        assert torch.equal(found["model.embed_tokens.weight"], found["lm_head.weight"])
-    assert found.keys() == seen.keys() | ({"model.embed_tokens.weight"} if tied else set())
-    matrices = {n for n, t in checkpoint.target_tensors.items() if len(t.shape) == 2}
-    assert matrices - found.keys() <= {"model.embed_tokens.weight"} | {
-        n for n in matrices if "mtp" in n
-    }
-
-
-def test_a_tensor_that_was_written_to_is_read_again() -> None:
-    layer, moments, x = torch.nn.Linear(8, 8), _Moments(), torch.randn(1, 5, 8)
-    first, second = torch.zeros(1, 8, 8), torch.zeros(1, 8, 8)
-    moments.add(first, layer, (x,))
-    x *= 2
-    moments.add(second, layer, (x,))
-    torch.testing.assert_close(second, 4 * first)

@@ -15,6 +15,7 @@ from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile
 from mtpc.weights.gguf.write import in_file_order, names_of
 from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.rounding import Sensitivity
 
 FILES = Path(__file__).parent / "gguf"
 SCHEME_OF = {scheme.block: name for name, scheme in SCHEMES.items() if scheme.block}
@@ -87,8 +88,10 @@ def test_moments_follow_the_order_of_the_file() -> None:
     sums = checkpoint.tensor(name).float().abs().sum(0)
     in_file = file.plain(names[name]).float().abs().sum(0)
     assert not torch.equal(sums, in_file)
-    found = in_file_order(torch.diag(sums)[None], file.tensors[name])
-    assert torch.equal(found.flatten(), in_file)
+    known = Sensitivity(torch.diag(sums)[None], 3.0)
+    found = in_file_order(known, file.tensors[name])
+    assert torch.equal(found.moments.flatten(), in_file)
+    assert found.scale == 3.0
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

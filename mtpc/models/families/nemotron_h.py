@@ -15,40 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
-from mtpc.models.recurrent import RecurrentLayer, RecurrentState, recurrent_specs
+from mtpc.models.mamba2 import Mamba2
+from mtpc.models.recurrent import Recurrence, RecurrentState
 
 _PARTS = ["full_attention", "moe"]
-
-
-class Mamba2(RecurrentLayer):
-    """A Mamba-2 layer over flat rows.
-
-    Raises:
-        UnsupportedModelError: the activation is not SiLU, or time steps have limits.
-    """
-
-    def __init__(self, module: Any):
-        super().__init__(module)
-        limits = tuple(module.config.time_step_limit)
-        if limits != (0.0, float("inf")):
-            raise UnsupportedModelError(
-                f"the config has time_step_limit {limits}; expected (0.0, inf), as "
-                "mtpc::mamba2_scan bounds no time step"
-            )
-
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """[1, T, H] -> [1, T, H]."""
-        parts = [self.intermediate_size, self.conv_dim + self.num_heads]
-        gate, rows = self.in_proj(hidden_states[0]).split(parts, -1)
-        convolution = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
-        weights = (*convolution, self.A_log, self.D, self.dt_bias)
-        out = self.recur(ops.mamba2_scan, rows, weights, options, self.n_groups)
-        return self.out_proj(self.norm(out.flatten(1), gate))[None]
 
 
 def _without_floor(target: Any) -> None:
@@ -99,7 +73,8 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
     heads, width = config.mamba_num_heads, config.mamba_head_dim
     channels = heads * width + 2 * config.n_groups * config.ssm_state_size
     matrices = (heads, config.ssm_state_size, width)
-    return recurrent_specs("Mamba-2", layer, dtype, matrices, channels + heads, config.conv_kernel)
+    kept = Recurrence("Mamba-2", matrices, channels + heads, config.conv_kernel)
+    return kept.specs(layer, dtype)
 
 
 NEMOTRON_H = ModelFamily(

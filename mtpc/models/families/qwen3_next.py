@@ -24,7 +24,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import paged_kv_specs
 from mtpc.models.family import ModelFamily, MTPWiring, VisionParts, layers_after
-from mtpc.models.recurrent import RecurrentLayer, RecurrentState, recurrent_specs
+from mtpc.models.recurrent import Recurrence, RecurrentLayer, RecurrentState
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
 
 _TOWER = {"visual": ("model.visual.",)}
@@ -38,7 +38,7 @@ def gated_delta_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buff
     value_dim = config.linear_value_head_dim
     channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
     sizes = (channels + 2 * heads, config.linear_conv_kernel_dim)
-    return recurrent_specs("Gated DeltaNet", layer, dtype, (heads, key_dim, value_dim), *sizes)
+    return Recurrence("Gated DeltaNet", (heads, key_dim, value_dim), *sizes).specs(layer, dtype)
 
 
 class GatedDelta(RecurrentLayer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from mtpc.weights.gguf import names
@@ -132,6 +133,25 @@ def _gpt_oss(of: Metadata) -> dict[str, Any]:
     }
 
 
+def _falcon_h1(of: Metadata) -> dict[str, Any]:
+    """The converter multiplies weights by the config's multipliers, which are 1 then."""
+    inner, heads = of.size("ssm.inner_size"), of.size("ssm.time_step_rank")
+    return {
+        **named("falcon_h1")(of),
+        "mamba_d_ssm": inner,
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_n_groups": of.size("ssm.group_count"),
+        "mamba_d_state": of.size("ssm.state_size"),
+        "mamba_d_conv": of.size("ssm.conv_kernel"),
+        "mamba_conv_bias": of.has(0, "ssm_conv1d.bias"),
+        "mamba_proj_bias": of.has(0, "ssm_in.bias"),
+        "projectors_bias": of.has(0, "ssm_out.bias"),
+        "mamba_rms_norm": of.has(0, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def _plus_one(of: Metadata) -> Mapping[str, Change]:
     return dict.fromkeys((*names.NORMS, "post_ffw_norm"), Change("plus_one"))
 
@@ -241,6 +261,22 @@ DERIVED: Mapping[str, Family] = {
         config=_gpt_oss,
         stacked="mlp.experts.",
         stack_ends={"weight": "", "bias": "_bias"},
+    ),
+    "falcon-h1": Family(
+        architecture="FalconH1ForCausalLM",
+        modules={
+            **names.ATTENTION,
+            **names.MAMBA2,
+            **{leaf: f"feed_forward.{leaf.removeprefix('ffn_')}_proj" for leaf in names.DENSE},
+            "ffn_norm": "pre_ff_layernorm.weight",  # Files leave the end of its name out.
+        },
+        config=_falcon_h1,
+        changes=lambda of: {"ssm_a": Change("negative_exp")},
+        shapes={
+            "ssm_conv1d": lambda sizes: sizes if len(sizes) == 1 else (sizes[0], 1, sizes[-1]),
+            **dict.fromkeys(("ssm_a", "ssm_d", "ssm_norm"), lambda sizes: (prod(sizes),)),
+        },
+        ends={**names.ENDS, "output_norm": "model.final_layernorm"},
     ),
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",

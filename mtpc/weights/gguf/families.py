@@ -49,8 +49,8 @@ def _name(
 ) -> None:
     """Give a tensor its name in transformers."""
     stem, _, end = source.rpartition(".")
-    if stem in names.ENDS:
-        file.add(f"{names.ENDS[stem]}.{end}", source, changes.get(stem, Change()))
+    if stem in family.ends:
+        file.add(f"{family.ends[stem]}.{end}", source, changes.get(stem, Change()))
         return
     match = _BLOCK.fullmatch(source)
     layer, leaf = (int(match["layer"]), match["leaf"]) if match else (0, "")
@@ -73,7 +73,7 @@ def _name(
     name = f"{block}{module}" if joint is None else f"{prefix}{joint}"
     last = name.rpartition(".")[2]
     is_whole = last in ("A_log", "dt_bias", "e_score_correction_bias", "attention_sink_bias",
-                        "router_bias", "sinks")  # fmt: skip
+                        "router_bias", "sinks", "D", "weight")  # fmt: skip
     if (joint is None and module is None) or not (is_whole or match["end"]):
         raise _unknown(file, source, metadata)
     shape = family.shapes.get(leaf, lambda sizes: sizes)(file.header.tensors[source].shape)

@@ -29,6 +29,7 @@ class Family:
         stack_ends: ends of their names in the file -> those in transformers.
         experts: of experts one by one: {} stands for the number, and for the projection.
         projections: stack of experts -> the projection of one.
+        ends: modules outside of the blocks.
         of_experts: the family of such files with experts, where that is another one.
     """
 
@@ -46,6 +47,7 @@ class Family:
     )
     experts: str = "mlp.experts.{}.{}"
     projections: names.Names = field(default_factory=lambda: names.STACKS)
+    ends: names.Names = field(default_factory=lambda: names.ENDS)
     of_experts: Family | None = None
 
 

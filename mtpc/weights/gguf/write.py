@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import IO
@@ -12,14 +14,16 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from mtpc.errors import CheckpointError
+from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.block_rows import Block
 from mtpc.weights.checkpoint import is_finite, refuse_not_finite
 from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
 from mtpc.weights.gguf.header import MAGIC
 from mtpc.weights.grouped import Decoded
+from mtpc.weights.mixture import choose_schemes, expected_losses
 from mtpc.weights.quantise import SCHEMES, quantise
+from mtpc.weights.rounding import Sensitivity
 from mtpc.weights.tensor_file import StoredTensor
 
 _VERSION = 3
@@ -39,11 +43,55 @@ def names_of(file: GgufFile) -> Mapping[str, str]:
     return {source: found[s.begin] for source, s in stored if s.begin in found}
 
 
+Sensitivities = Mapping[str, Sensitivity | None]
+"""By names in a file, with inputs in the file's order; None where nothing is known."""
+
+
+def _blocks() -> dict[str, Block]:
+    """The type of each scheme that GGUF files have."""
+    of = {block.name: block for block in BLOCKS.values()}
+    return {name: of[scheme.block] for name, scheme in SCHEMES.items() if scheme.block}
+
+
+class Mixture:
+    """Schemes of different bits for the matrices of a file.
+
+    Args:
+        least: the scheme of fewest bits that a matrix may get.
+        bits: of a weight, on average.
+
+    Raises:
+        OptionError: the least scheme has more bits.
+    """
+
+    def __init__(self, least: str, bits: float):
+        bits_of = {name: 8 * block.nbytes / block.inputs for name, block in _blocks().items()}
+        self._bits_of = {name: each for name, each in bits_of.items() if each >= bits_of[least]}
+        self._bits = bits
+        if bits < bits_of[least]:
+            raise OptionError(
+                f"bits is {bits:g}; expected at least the {bits_of[least]:g} of {least}"
+            )
+
+    def choose(
+        self, file: GgufFile, matrices: Sensitivities, tell: Callable[[str, float], None]
+    ) -> dict[str, str]:
+        """The scheme of each matrix of a file of plain numbers."""
+        losses, sizes = dict[str, Mapping[str, float]](), dict[str, int]()
+        for done, (name, known) in enumerate(matrices.items()):
+            tell(f"choose bits of {len(matrices)} tensors", done / len(matrices))
+            sizes[name] = prod(file.header.tensors[name].shape)
+            losses[name] = {}
+            if known is not None:
+                losses[name] = expected_losses(file.plain(name), self._bits_of, known)
+        return choose_schemes(losses, sizes, self._bits_of, self._bits)
+
+
 def write_rounded(
     file: GgufFile,
     out: Path,
-    matrices: Mapping[str, Tensor | None],
-    scheme: str,
+    matrices: Sensitivities,
+    schemes: Mapping[str, str],
     tell: Callable[[str, float], None],
 ) -> int:
     """Write the tensors of a file, some of them rounded; returns the bytes of all.
@@ -51,25 +99,25 @@ def write_rounded(
     Args:
         file: of plain numbers.
         out: the new file.
-        matrices: what is rounded, by names in the file: second moments of its inputs in the file's
-            order, where they are known. Other tensors are copied.
-        scheme: a name of `SCHEMES` with a type of blocks.
+        matrices: what is rounded. Other tensors are copied.
+        schemes: a name of `SCHEMES` with a type of blocks, for each of these.
         tell: called with progress.
 
     Raises:
         CheckpointError: weights are not finite, or the file cannot be written.
     """
     number_of = {block: number for number, block in BLOCKS.items()}
-    (rounded,) = (block for block in number_of if block.name == SCHEMES[scheme].block)
-    types, sizes = dict[str, int](), dict[str, int]()
+    rounded = {name: _blocks()[scheme] for name, scheme in schemes.items()}
+    types, sizes, counts = dict[str, int](), dict[str, int](), Counter[str]()
     for name, stored in file.header.tensors.items():
-        block = rounded if name in matrices else stored.block
+        block = rounded.get(name, stored.block)
         types[name] = number_of[block]
         sizes[name] = prod(stored.shape) // block.inputs * block.nbytes
+        counts[block.name] += prod(stored.shape) if name in rounded else 0
     scratch = out.with_name(f".{out.name}.mtpc-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as target:
-            target.write(_header(file, types, sizes, rounded.name))
+            target.write(_header(file, types, sizes, max(counts, key=counts.__getitem__)))
             for done, (name, stored) in enumerate(file.header.tensors.items()):
                 tell(f"quantise {len(sizes)} tensors", done / len(sizes))
                 _pad(target, file.header.alignment)
@@ -77,7 +125,9 @@ def write_rounded(
                     target.write(file.raw(stored.begin, stored.begin + sizes[name]))
                     continue
                 tensor, what = file.plain(name), f"{name} of {file.path}"
-                for raw in _rounded(tensor, matrices[name], scheme, rounded, what):
+                known, scheme = matrices[name], schemes[name]
+                moments = None if known is None else known.moments
+                for raw in _rounded(tensor, moments, scheme, rounded[name], what):
                     target.write(raw)
             _pad(target, file.header.alignment)
         scratch.rename(out)
@@ -131,15 +181,15 @@ def _rounded(
         yield block.encode(Decoded(codes, scales)).contiguous().numpy().data
 
 
-def in_file_order(moments: Tensor, stored: StoredTensor) -> Tensor:
-    """Second moments of inputs in the order in which the file has them.
+def in_file_order(known: Sensitivity, stored: StoredTensor) -> Sensitivity:
+    """What is known of a weight, with inputs in the order in which the file has them.
 
-    Where that is another order, those of pairs are left out.
+    Where that is another order, second moments of pairs are left out.
     """
     assert isinstance(stored, GgufTensor)
     if stored.change.columns is None:
-        return moments
+        return known
     order = stored.change.columns.order()
     diagonal = torch.empty(len(order))
-    diagonal[order] = moments.diagonal(dim1=1, dim2=2).flatten()
-    return diagonal.view(-1, 1, 1)
+    diagonal[order] = known.moments.diagonal(dim1=1, dim2=2).flatten()
+    return replace(known, moments=diagonal.view(-1, 1, 1))
