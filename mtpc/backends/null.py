@@ -64,8 +64,9 @@ class Pool:
     it. A program that goes on using such memory reads what the next temporary wrote, as it would on
     a device. All runs on one stream share the pool.
 
-    `nbytes` are the bytes of all blocks, and `peak` the most that were in use at one time, without
-    rounding.
+    Attributes:
+        nbytes: bytes of all blocks.
+        peak: most bytes that were in use at one time, without rounding.
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,12 @@ CROSS_MEANING = "values that `verify` passes to `propose`. `step_buffers` gives 
 
 @dataclass(frozen=True)
 class SplitStep:
-    """Two graphs over the buffers of one step; `verify` (target forward, acceptance and results; it
-    does not write `state.*`) and then `propose` (draft layer, chained drafts and the next state) do
-    it all."""
+    """Two graphs over the buffers of one step; `verify` and then `propose` do the whole step.
+
+    Attributes:
+        verify: target forward, acceptance and results; it does not write `state.*`.
+        propose: draft layer, chained drafts and the next state.
+    """
 
     verify: StepGraph
     propose: StepGraph

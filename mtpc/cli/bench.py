@@ -43,9 +43,13 @@ SYNTHETIC_NOTE = (
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile a checkpoint: the option `draft`, where "own" is the model's own MTP
-    layers; passes to enable in addition to the user's; and those that only other variants
-    enable."""
+    """One way to compile a checkpoint.
+
+    Attributes:
+        draft: the option `draft`; "own" is the model's own MTP layers.
+        passes: passes to enable in addition to the user's.
+        without: passes that only other variants enable.
+    """
 
     spec_tokens: int | str
     draft: str

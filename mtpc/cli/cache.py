@@ -36,9 +36,12 @@ _PER_PROCESS = ("torch.",)
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of the cache, None if it is damaged, and its state: what is wrong with its files, or
-    ""; and key fields whose value is another on this machine or with this version of mtpc
-    (`stale`)."""
+    """An entry of the cache, None if it is damaged, and its state.
+
+    Attributes:
+        damage: what is wrong with the entry's files, or an empty string.
+        stale: key fields whose value is another on this machine or with this version of mtpc.
+    """
 
     digest: str
     entry: Entry | None

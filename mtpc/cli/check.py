@@ -54,8 +54,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of the checks: faults of the tensors, or the single fault that no wiring accepts
-    enough drafts; and rules that accept clearly more, in the format of `--wiring`, or ""."""
+    """The result of the checks.
+
+    Attributes:
+        faults: faults of the tensors, or the single fault that no wiring accepts enough drafts.
+        better: rules that accept clearly more drafts, in the format of `--wiring`; "" if none do.
+    """
 
     faults: tuple[Fault, ...] = ()
     better: str = ""

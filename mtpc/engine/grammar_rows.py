@@ -49,8 +49,10 @@ def check_grammar(request: Request, options: Plan) -> None:
 class GrammarRows:
     """Writes the mask rows of steps, and advances grammars by the emitted tokens.
 
-    If a grammar raises or contradicts itself, only its own request ends, with `Request.error`. If
-    one allowed a single, other token than a draft, the draft counts as replaced (`forced_drafts`).
+    If a grammar raises or contradicts itself, only its own request ends, with `Request.error`.
+
+    Attributes:
+        forced_drafts: drafts that were replaced because a grammar allowed a single, other token.
     """
 
     def __init__(self, program: Program, vocab_size: int):
@@ -137,9 +139,11 @@ class GrammarRows:
     def _look_ahead(self, walk: _Walk, words: Tensor, masks: Tensor) -> None:
         """Write the masks of the tokens after the next one, as far as few texts are possible.
 
-        `walk` and `words`, int32 [ceil(V / 32)], are of the next token. Row i of `masks`, int32 [N,
-        ceil(V / 32)], is for the token i + 1 positions after it, and allows every token that some
-        possible text allows there.
+        Args:
+            walk: the grammar, at the position of the next token.
+            words: int32 [ceil(V / 32)], the mask of the next token.
+            masks: int32 [N, ceil(V / 32)]; row i is for the token i + 1 positions after the next
+                one. A row allows every token that some possible text allows there.
         """
         texts: list[tuple[tuple[int, ...], Tensor]] = [((), words)]
         for mask in masks:
@@ -167,11 +171,18 @@ class GrammarRows:
         return tokens if len(tokens) <= most else None
 
     def take(self, request: Request, emitted: list[int], is_dead_end: bool) -> list[int]:
-        """Advance a request's grammar by the tokens that a step emitted. Returns those before a
-        failure, or all of them: the same as steps without drafts emit.
+        """Advance a request's grammar by the tokens that a step emitted.
 
-        If the grammar fails, `Request.error` becomes its exception. A mask that allows no token is
-        one cause of non-finite logits (`is_dead_end`); then the error is a `GrammarError`.
+        If the grammar fails, `Request.error` becomes its exception.
+
+        Args:
+            request: a request with a grammar.
+            emitted: the request's new tokens.
+            is_dead_end: whether the request ended with non-finite logits. A mask that allows no
+                token is one cause; then `Request.error` becomes a `GrammarError`.
+
+        Returns:
+            The tokens before the failure, or all of them: the same as steps without drafts emit.
         """
         walk, taken = _Walk(request), list[int]()
         row, failure = self._failed.pop(request, (len(emitted), None))

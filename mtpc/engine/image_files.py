@@ -29,8 +29,12 @@ _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 
 
 def open_image(source: Any, what: str = "the image", most_pixels: int = MOST_PIXELS) -> Image:
-    """An image in RGB, the right way up, of a path, the bytes of a file, or a Pillow image. One of
-    more pixels is refused before it is decoded. Messages say which image it is.
+    """An image in RGB, the right way up.
+
+    Args:
+        source: a path, the bytes of a file, or a Pillow image.
+        what: which image it is, for messages.
+        most_pixels: more are refused before they are decoded.
 
     Raises:
         RequestError: it cannot be opened, is too large, or is no image.

@@ -95,15 +95,21 @@ class _Form:
 
 
 class Offload:
-    """Copies between pages, snapshots and files; `num_saved` and `num_loaded` count files.
+    """Copies between pages, snapshots and files.
 
     Args:
+        directory: the files.
         pages: by name, the page pools [pages, ...].
         states: by name, the memory of snapshots [snapshots, ...], and the state of request slots
             from slot 1 on [slots, ...].
+        page_size: tokens of a page.
         lookahead: number of tokens after a page on which its content depends.
         identity: a text that identifies everything else on which the content of pages depends.
         fallbacks: counts what could not be written or read, by reason.
+
+    Attributes:
+        num_saved: files that this process has written.
+        num_loaded: files that requests have read.
     """
 
     def __init__(

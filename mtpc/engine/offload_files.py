@@ -35,9 +35,15 @@ _PATIENCE_S, _POLL_S = 1.0, 0.002
 
 
 class OffloadDirectory:
-    """The files of one directory, which is created if it is missing, with at most `max_bytes` bytes
-    of all processes. `nbytes` are those when this process last wrote one, and `num_evicted` counts
-    files that it removed because new ones needed their bytes.
+    """The files of one directory.
+
+    Args:
+        path: the directory, which is created if it is missing.
+        max_bytes: the most bytes of all files, including those of other processes.
+
+    Attributes:
+        nbytes: bytes of all files when this process last wrote one.
+        num_evicted: files that this process removed because new ones needed their bytes.
 
     Raises:
         OptionError: another user can write the directory, or this one cannot.

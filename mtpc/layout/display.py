@@ -16,9 +16,13 @@ log = logging.getLogger("mtpc")
 
 
 class Tell(Protocol):
-    """Called with the name of each stage as it begins, and again when more of it is done: with the
-    share that is done, from 0 to 1, and the seconds that the work will still take, where these are
-    known."""
+    """Called with the name of each stage as it begins, and again when more of it is done.
+
+    Args:
+        text: the stage.
+        fraction: share of the work that is done, from 0 to 1, or None.
+        left_s: seconds that the work will still take, or None.
+    """
 
     def __call__(
         self, text: str, fraction: float | None = None, left_s: float | None = None, /

@@ -176,12 +176,13 @@ class MTPLayer(nn.Module):
 class TextRotary(nn.Module):
     """A decoder's rotary embedding for one layer, and positions of text or of all grids.
 
-    (tensor of the wanted dtype and device, positions [T] or [grids, T]) -> cos and sin, each [1, T,
-    D].
+    (tensor of the wanted dtype and device, positions [T] or [grids, T]) -> cos and sin, each
+    [1, T, D].
 
-    A `rotary` of None has no positions: cos and sin are None, too. For `grids` see
-    `ModelFamily.position_grids`. `kind` is transformers' `layer_type`; None if the model has one
-    rotary embedding.
+    Args:
+        rotary: transformers' module; None: no positions, and cos and sin are None.
+        grids: see `ModelFamily.position_grids`.
+        kind: transformers' `layer_type` of the layer; None if the model has one rotary embedding.
     """
 
     def __init__(self, rotary: nn.Module | None, grids: int, kind: str | None):

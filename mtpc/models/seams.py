@@ -149,9 +149,13 @@ def _projected(module: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 
 class Gate(NamedTuple):
-    """How experts join gate and up projection: the last arguments of `mtpc::experts`, in order. A
-    limit bounds them, with `limit_input` the gate before its activation; 0 is off. `gelu` is GELU
-    in its tanh form, not SiLU."""
+    """How experts join gate and up projection: the last arguments of `mtpc::experts`, in order.
+
+    Attributes:
+        limit: bounds them; 0 is off.
+        limit_input: whether the limit bounds the gate before its activation.
+        gelu: whether the activation is GELU in its tanh form, not SiLU.
+    """
 
     limit: float = 0.0
     limit_input: bool = False

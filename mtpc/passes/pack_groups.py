@@ -62,13 +62,14 @@ class PackBlocks(Pass, policy="backend"):
 class PackGroups(Pass, policy="backend"):
     """Replace linears and experts on grouped weights by ops that read the codes.
 
-    The checkpoint stores these weights in groups or, with a scheme, the pass rounds all weights but
-    embeddings, routers and the entry projections of MTP layers. Linears that share an input become
-    one if their weights have the same form. On by default on backends with kernels for them (cpu
-    and cuda), and with a scheme on all. Where pack-blocks does not run, weights of schemes of
+    The checkpoint stores these weights in groups or, with a scheme, the pass rounds all weights
+    but embeddings, routers and the entry projections of MTP layers. Linears that share an input
+    become one if their weights have the same form. On by default on backends with kernels for them
+    (cpu and cuda), and with a scheme on all. Where pack-blocks does not run, weights of schemes of
     blocks have 8 bits. Other weights stay as they are for later passes.
 
-    `scheme` is of `mtpc.weights.quantise`; "" rounds nothing.
+    Attributes:
+        scheme: of `mtpc.weights.quantise`; "" rounds nothing.
     """
 
     scheme: str = ""

@@ -38,9 +38,14 @@ class Histogram:
 
 
 class ServerCounters:
-    """Counts since the server started: of responses, by path and status code, and of clients that
-    disconnected before the end of their answer; seconds from a request's arrival to its first
-    output, and to its end."""
+    """Counts since the server started.
+
+    Attributes:
+        responses: responses by path and status code.
+        disconnects: clients that disconnected before the end of their answer.
+        first_token_s: seconds from a request's arrival to its first output; `request_s`: to its
+            end.
+    """
 
     def __init__(self) -> None:
         self.responses: Counter[tuple[str, int]] = Counter()

@@ -336,8 +336,15 @@ class TrainedModel:
         return CACHES[roles]
 
     def draft_states(self, ids: Tensor, fed: Tensor) -> Iterator[Tensor]:
-        """The features [B, L - 1 - d, H] of each draft d of K, one after the other, for ids int64
-        [B, L] and what `Teacher.read` gives, [B, L, F]. Row t drafts token t + d + 2."""
+        """The features of the K drafts, one draft after the other.
+
+        Args:
+            ids: int64 [B, L].
+            fed: [B, L, F], what `Teacher.read` gives.
+
+        Yields:
+            [B, L - 1 - d, H] for draft d; row t drafts token t + d + 2.
+        """
         ids, entry = ids.to(self._device), self.loaded.parts.draft_entry
         length, last = ids.shape[1], len(self.loaded.mtp_layers) - 1
         fed = self._as_fed(fed.to(self._device))

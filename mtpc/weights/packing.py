@@ -51,9 +51,15 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A packed copy [..., ceil(N / 32), K / g, 32, g] of a weight [..., N, K], bfloat16 or uint8, K
-    a multiple of g. Features that fill the last tile are zero bytes. It is in huge pages, if the
-    system has them: pages of 2 MB are read faster than pages of 4 KB."""
+    """A packed copy of a weight. Features that fill the last tile are zero bytes.
+
+    Args:
+        weight: bfloat16 or uint8 [..., N, K], K a multiple of g.
+
+    Returns:
+        [..., ceil(N / 32), K / g, 32, g] in huge pages, if the system has them. Pages of 2 MB are
+        read faster than pages of 4 KB.
+    """
     packed = allocate(packed_shape(weight.shape, weight.dtype), weight.dtype)
     fill_packed(weight, packed)
     return packed

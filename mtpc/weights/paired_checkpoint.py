@@ -45,8 +45,14 @@ def _of_either(method: Method) -> Method:
 
 
 class PairedCheckpoint(Checkpoint):
-    """The weights of a target and of its drafter, which `draft` has under their own names; all else
-    is the target's. Each is given by its path, or its id on the Hugging Face hub.
+    """The weights of a target and of its drafter; all else is the target's.
+
+    Args:
+        directory: the target's path, or its id on the Hugging Face hub.
+        draft: the drafter's.
+
+    Attributes, in addition to those of `Checkpoint`:
+        draft: the drafter's checkpoint, under the names that it has.
 
     Raises:
         CheckpointError: as `Checkpoint`, of either; or the map of the drafter's vocabulary names

@@ -73,9 +73,13 @@ class Packed:
 
 @dataclass(frozen=True)
 class Grouped:
-    """One tensor (`piece`) of a weight that is stored in groups, in the kernels' order. The weight
-    is a name, or rows of names joined or stacked, which all have this spec, whole; see
-    `part_spec`."""
+    """One tensor of a weight that is stored in groups, in the kernels' order.
+
+    Attributes:
+        piece: which tensor.
+        spec: that every weight of `part` has, whole; see `part_spec`.
+        part: the weight: a name, or rows of names joined or stacked.
+    """
 
     piece: Piece
     spec: GroupSpec

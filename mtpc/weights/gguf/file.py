@@ -77,8 +77,11 @@ class Change:
 
 @dataclass(frozen=True)
 class GgufTensor(StoredBlocks):
-    """A tensor of a GGUF file, or a matrix of a stack, under transformers' name. `change` is what
-    llama.cpp's converter did to its values."""
+    """A tensor of a GGUF file, or a matrix of a stack, under transformers' name.
+
+    Attributes, in addition to those of `StoredBlocks`:
+        change: what llama.cpp's converter did to its values.
+    """
 
     change: Change
 

@@ -48,7 +48,11 @@ _KEPT, _KEPT_BYTES = 1024, 4096
 
 @dataclass(frozen=True)
 class StoredBlocks(StoredTensor):
-    """A tensor of a GGUF file. `block` is its type there, and `dtype` the type's name."""
+    """A tensor of a GGUF file.
+
+    Attributes, in addition to those of `StoredTensor`:
+        block: its type in the file; `dtype` is the type's name.
+    """
 
     block: Block
 
