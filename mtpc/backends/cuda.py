@@ -98,8 +98,10 @@ class GpuBackend(GraphBackend):
         self.notes: Counter[str] = Counter()
 
     def legalise(self) -> tuple[Pass, ...]:
-        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops. Passes and kernels have
-        emitted equal calls for each layer, which are merged here."""
+        """The GPU kernels for `mtpc::` ops; Inductor compiles ATen ops.
+
+        Passes and kernels have emitted equal calls for each layer, which are merged here.
+        """
         bind = BindKernels(self._bindings, self._note)
         return (bind, HoistShared(), HoldShared(), *self._checks)
 
@@ -314,8 +316,10 @@ def _fake_like(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 
 def lift_tensors(graph: StepGraph) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of a flat graph that takes every buffer and weight as an argument; and the tensors. If
-    a tensor were an attribute, Inductor could copy it into the code or fold it into a constant."""
+    """A copy of a flat graph that takes every buffer and weight as an argument; and the tensors.
+
+    If a tensor were an attribute, Inductor could copy it into the code or fold it into a constant.
+    """
     copy = graph.clone()
     tensors: list[Tensor] = []
     attributes = [node for node in copy.graph.nodes if node.op == "get_attr"]

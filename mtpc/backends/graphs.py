@@ -102,8 +102,10 @@ class TorchGraphs:
         return GraphReplay(graph)
 
     def pool_bytes(self) -> int:
-        """Bytes that torch's allocator has reserved, without its unused cache. torch releases that
-        cache when a capture begins."""
+        """Bytes that torch's allocator has reserved, without its unused cache.
+
+        torch releases that cache when a capture begins.
+        """
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
@@ -193,8 +195,10 @@ Lower = Callable[[StepGraph], Run]
 
 
 def kernels_of(run: Run) -> Counter[str]:
-    """Kernels that one run launches on the GPU, by name, including copies and fills. Source:
-    torch's profiler."""
+    """Kernels that one run launches on the GPU, by name, including copies and fills.
+
+    Source: torch's profiler.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:

@@ -312,8 +312,10 @@ def _fold(at: _Lowering) -> Call | None:
 
 
 def _product(at: _Lowering) -> Call | None:
-    """matmul and bmm of rows' own small matrices, A B as the sum of A[:, j] B[j, :] over j. PyTorch
-    chooses how it adds by the number of matrices."""
+    """matmul and bmm of rows' own small matrices, A B as the sum of A[:, j] B[j, :] over j.
+
+    PyTorch chooses how it adds by the number of matrices.
+    """
     if at.name not in ("matmul", "bmm"):
         return None
     left, right = at.values.values()

@@ -193,8 +193,10 @@ class _Recorder(TorchDispatchMode):
 
 
 class NullDevice(EagerBackend):
-    """A backend that captures steps as tapes, so that capture can be tested without a device. Each
-    reference op is one kernel on the tape."""
+    """A backend that captures steps as tapes, so that capture can be tested without a device.
+
+    Each reference op is one kernel on the tape.
+    """
 
     name = "null"
 
@@ -204,8 +206,10 @@ class NullDevice(EagerBackend):
         self.pool = Pool()
 
     def capture(self, run: Run, graph: StepGraph) -> Run:
-        """Record one run on a tape; returns the replay. As on a device, capture works on the live
-        buffers; see `graphs.empty_batch`."""
+        """Record one run on a tape; returns the replay.
+
+        As on a device, capture works on the live buffers; see `graphs.empty_batch`.
+        """
         static = static_tensors(graph)
         tape = Tape(addresses={name: tensor.data_ptr() for name, tensor in static.items()})
         with empty_batch(graph), torch.inference_mode(), _Recorder(tape, self.pool):

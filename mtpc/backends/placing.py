@@ -35,8 +35,10 @@ class Placed:
 
 
 def place_live(live: Iterable[Live]) -> list[Placed]:
-    """Give each an offset, so that memory which is live at the same time does not overlap. The
-    largest is placed first, each in the lowest gap that holds it."""
+    """Give each an offset, so that memory which is live at the same time does not overlap.
+
+    The largest is placed first, each in the lowest gap that holds it.
+    """
     placed: list[Placed] = []  # Sorted by offset.
     for item in sorted(live, key=lambda item: (-item.nbytes, item.first)):
         offset = 0

@@ -91,8 +91,11 @@ def open_tape(
 def _sized(
     arena: int, entries: Sequence[Entry], sizes: Mapping[str, int]
 ) -> tuple[int, Iterator[Entry]]:
-    """Bytes of the arena, and the entries with numbers for open sizes. "grown" memory has open
-    sizes. It is placed here, behind what was planned when the tape was written."""
+    """Bytes of the arena, and the entries with numbers for open sizes.
+
+    "grown" memory has open sizes. It is placed here, behind what was planned when the tape was
+    written.
+    """
     start = round_up(arena)
     grown = ((number, entry) for number, entry in enumerate(entries) if entry[0] == "grown")
     live = [

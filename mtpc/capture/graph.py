@@ -90,7 +90,10 @@ class StepGraph:
 
 def module_of(holder: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of a graph with a holder's tensors. It generates Python code when it is first
-    called. Passes change a graph many times, and few backends call the module."""
+    called.
+
+    Passes change a graph many times, and few backends call the module.
+    """
     return _LazyGraphModule(holder, graph)
 
 
@@ -134,8 +137,10 @@ def get_tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Bind a tensor to a dotted name of a module, and create missing submodules. A `Parameter`
-    stays one; any other tensor becomes a buffer."""
+    """Bind a tensor to a dotted name of a module, and create missing submodules.
+
+    A `Parameter` stays one; any other tensor becomes a buffer.
+    """
     *owners, leaf = name.split(".")
     for part in owners:
         if not hasattr(module, part):
@@ -151,7 +156,9 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of a call of an operator overload, by its name in the schema, in order.
-    `node.args` alone lacks arguments that are given by name or left at their defaults."""
+
+    `node.args` alone lacks arguments that are given by name or left at their defaults.
+    """
     overload: Any = node.target
     defaults = {a.name: a.default_value for a in overload._schema.arguments}
     return defaults | given_to(node)

@@ -106,8 +106,11 @@ def _replicable(graph: fx.Graph, effects: Effects) -> set[fx.Node]:
 
 
 def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[fx.Node]:
-    """Nodes of the propose side. Of cuts with equal bytes, take the one with the fewest nodes in
-    verify, so that results are ready as early as possible."""
+    """Nodes of the propose side.
+
+    Of cuts with equal bytes, take the one with the fewest nodes in verify, so that results are
+    ready as early as possible.
+    """
     graph, results = step.graph, step.layout.results
     network = nx.DiGraph()
     scale = len(graph.nodes) + 1
@@ -144,8 +147,10 @@ def _minimum_cut(step: StepGraph, effects: Effects, free: set[fx.Node]) -> set[f
 
 
 def _nbytes(value: Any) -> float:
-    """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer. The number does not
-    depend on open sizes, so the cut is the same for all their values."""
+    """Bytes of a tensor; infinite for a tuple, which does not fit in a buffer.
+
+    The number does not depend on open sizes, so the cut is the same for all their values.
+    """
     if not isinstance(value, Tensor):
         return float("inf")
     return nominal(value.numel()) * value.element_size()

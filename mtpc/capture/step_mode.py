@@ -119,8 +119,10 @@ class StepMode(FakeTensorMode):
 
 
 def _lower_bound(guard: sympy.Expr) -> tuple[sympy.Symbol, int] | None:
-    """(symbol, number) of a guard that says: at least this number. None for any other guard. Code
-    that takes the smaller of a size and a number leaves such a guard."""
+    """(symbol, number) of a guard that says: at least this number. None for any other guard.
+
+    Code that takes the smaller of a size and a number leaves such a guard.
+    """
     if not isinstance(guard, (sympy.Ge, sympy.Gt, sympy.Le, sympy.Lt)):
         return None
     excess = sympy.expand(guard.gts - guard.lts)

@@ -239,8 +239,10 @@ class Checker:
         return self.make(dims, kind, None, facts)
 
     def join(self, *given: Any) -> tuple[list[Layout], Kind, list[Value]]:
-        """What is computed element by element: its dimensions, its kind, and the operands. Rows of
-        two layouts must not meet, nor rows and numbers that follow from their places."""
+        """What is computed element by element: its dimensions, its kind, and the operands.
+
+        Rows of two layouts must not meet, nor rows and numbers that follow from their places.
+        """
         values = [v if isinstance(v, Value) else scalar(v) for v in given]
         rank = max(len(v.dims) for v in values)
         dims: list[Layout] = [None] * rank

@@ -110,8 +110,10 @@ def _is_packed(c: Checker, count: Sum) -> bool:
 
 
 def owned(c: Checker, value: Value, pool: str, per: int = 1) -> bool:
-    """Whether numbers name places of the request's own slot, of its own pages, or of nobody's. A
-    ring of n pages of slot s is the n before page n * s, and this one."""
+    """Whether numbers name places of the request's own slot, of its own pages, or of nobody's.
+
+    A ring of n pages of slot s is the n before page n * s, and this one.
+    """
     name, _, spots = pool.partition("/")
     ring = re.fullmatch(r"pages (\d+)\*S - \d+", name)
     pages, per = int(ring[1]) if ring else 1, per * int(spots or 1)
@@ -311,8 +313,10 @@ def put(c: Checker) -> Value:
 def regroup(
     dims: Sequence[Layout], old: Sequence[Any], new: Sequence[Any], requests: int
 ) -> list[Layout] | None:
-    """The dimensions of a reshaped tensor; None where rows are mixed with others. Rows stay
-    together behind what stands before them: as they are, or as others of their requests."""
+    """The dimensions of a reshaped tensor; None where rows are mixed with others.
+
+    Rows stay together behind what stands before them: as they are, or as others of their requests.
+    """
     made: list[Layout] = [None] * len(new)
     marked = [axis for axis, dim in enumerate(dims) if dim is not None]
     if len(marked) != 1:

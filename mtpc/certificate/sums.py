@@ -79,8 +79,10 @@ SLOT = Sum.of({"slot S": 1})
 
 
 class Bounds:
-    """What is known of parts: sums that they are no smaller than, and no larger than. The bounds of
-    a part name only parts that are older."""
+    """What is known of parts: sums that they are no smaller than, and no larger than.
+
+    The bounds of a part name only parts that are older.
+    """
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[int, list[Sum], list[Sum]]] = {}

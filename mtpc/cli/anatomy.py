@@ -36,8 +36,10 @@ def position(graph: StepGraph) -> str:
 
 
 def weight_kinds(graph: StepGraph) -> list[tuple[str, int, int, int]]:
-    """How the weights that a step reads are stored, the largest kind first. Each has its number of
-    tensors, how many of them the checkpoint stores quantised, and bytes."""
+    """How the weights that a step reads are stored, the largest kind first.
+
+    Each has its number of tensors, how many of them the checkpoint stores quantised, and bytes.
+    """
     table, found = graph.weights, dict[str, list[tuple[bool, int]]]()
     held = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     for name in sorted(name for name in held if name in table and not is_buffer_name(name)):
@@ -89,8 +91,10 @@ def actor(node: fx.Node) -> str:
 def accesses(
     graph: StepGraph, effects: Effects | None = None
 ) -> Iterator[tuple[fx.Node, set[str], set[str]]]:
-    """Yield the operations that read or write buffers, and which, in order. Views do neither. An
-    operation that writes a buffer also reads it only if it takes the buffer as two inputs."""
+    """Yield the operations that read or write buffers, and which, in order. Views do neither.
+
+    An operation that writes a buffer also reads it only if it takes the buffer as two inputs.
+    """
     effects = effects or analyse(graph.graph)
     for node in graph.graph.nodes:
         writes = set(effects.buffer_writes(node))
@@ -120,8 +124,10 @@ class BufferGroup:
 
 
 def buffer_groups(layout: Mapping[str, BufferSpec], names: Iterable[str]) -> list[BufferGroup]:
-    """Group buffers such as `kv.0.k`, `kv.1.k` of one shape into `kv.0-1.k`. A buffer without a
-    layer number forms a group alone."""
+    """Group buffers such as `kv.0.k`, `kv.1.k` of one shape into `kv.0-1.k`.
+
+    A buffer without a layer number forms a group alone.
+    """
     grouped: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         spec, indexed = layout[name], _INDEXED.match(name)

@@ -237,8 +237,10 @@ def take(
 
 
 def count_kernels(model: mtpc.SpecModel) -> int | None:
-    """The number of kernels that the graph of the largest decode step launches. This replays the
-    graph once with an empty batch. Returns None if the step is not on a GPU."""
+    """The number of kernels that the graph of the largest decode step launches.
+
+    This replays the graph once with an empty batch. Returns None if the step is not on a GPU.
+    """
     program = model.program
     decode = [key for key in program.steps if key.phase == "decode"]
     key = max(decode, key=lambda key: (key.bucket.num_reqs, key.spec_tokens))

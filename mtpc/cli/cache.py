@@ -51,8 +51,11 @@ class Row:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code. It is 1 if `verify` finds a damaged entry or a
-    certificate that does not hold, or if `why` finds a step that the cache lacks, else 0."""
+    """Run the subcommand, and return the exit code.
+
+    It is 1 if `verify` finds a damaged entry or a certificate that does not hold, or if `why` finds
+    a step that the cache lacks, else 0.
+    """
     actions = {"ls": _ls, "inspect": _inspect, "verify": _verify, "why": _why, "prune": _prune}
     code: int = actions[args.action](args)
     return code

@@ -153,8 +153,10 @@ def _add_vllm_options(parser: SuggestingParser, several_k: bool) -> None:
 def add_checkpoint(
     parser: argparse.ArgumentParser, verbose: bool = False, output: bool = False
 ) -> None:
-    """Add the checkpoint, an optional argument, `--verbose`, and what says how to print. With
-    `--json` a command sets `args.result`."""
+    """Add the checkpoint, an optional argument, `--verbose`, and what says how to print.
+
+    With `--json` a command sets `args.result`.
+    """
     add = parser.add_argument
     text = (
         "directory with config.json and *.safetensors, or an id of the Hugging Face hub "

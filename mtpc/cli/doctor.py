@@ -210,8 +210,10 @@ def _check_gpu_kernels(triton: Finding) -> Finding:
 
 
 def check_aiter() -> Finding:
-    """Check for AMD's kernels, which are the distribution `amd-aiter`. The distribution `aiter` on
-    the public index is a different project."""
+    """Check for AMD's kernels, which are the distribution `amd-aiter`.
+
+    The distribution `aiter` on the public index is a different project.
+    """
     advice = "for AMD GPUs: build amd-aiter from https://github.com/ROCm/aiter"
     ours, other = (_version(name) for name in ("amd-aiter", "aiter"))
     if ours and other:  # Each has overwritten files of the other.

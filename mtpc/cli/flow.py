@@ -92,8 +92,10 @@ def _box_index(node: fx.Node, boxes: list[Box], box_of: dict[fx.Node, int]) -> i
 
 
 def _label(fakes: list[Tensor], layout: Layout) -> str:
-    """Dtype and shape of the largest value, the number of others, and the bytes of all. Sizes that
-    the step leaves open are those of its bucket."""
+    """Dtype and shape of the largest value, the number of others, and the bytes of all.
+
+    Sizes that the step leaves open are those of its bucket.
+    """
     values = []
     for fake in fakes:
         mode = getattr(fake, "fake_mode", None)

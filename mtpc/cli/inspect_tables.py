@@ -107,8 +107,10 @@ def _size(layout: Layout, names: Sequence[str]) -> str:
 
 
 def _effect_rows(graph: StepGraph) -> Iterator[tuple[str, str, str, str]]:
-    """Yield a row with the order of accesses, the writers and the readers of each buffer. Buffers
-    of several layers share a row if these are the same."""
+    """Yield a row with the order of accesses, the writers and the readers of each buffer.
+
+    Buffers of several layers share a row if these are the same.
+    """
     order: dict[str, list[str]] = {name: [] for name in graph.layout}
     actors: dict[tuple[str, str], Counter[str]] = {}
     for node, reads, writes in accesses(graph):

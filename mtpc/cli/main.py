@@ -91,8 +91,10 @@ def _noted(args: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def _only_json(args: argparse.Namespace) -> Iterator[None]:
-    """With `--json`, standard output gets the command's `args.result`, and nothing else. Ranks
-    other than the first have no result."""
+    """With `--json`, standard output gets the command's `args.result`, and nothing else.
+
+    Ranks other than the first have no result.
+    """
     if not getattr(args, "as_json", False):
         yield
         return

@@ -28,7 +28,9 @@ MOST_THREADS = 1024
 
 class SuggestingParser(argparse.ArgumentParser):
     """argparse's parser, with errors of one line that suggest the most similar existing name.
-    `--help` leaves out the options of `further`; `--help-all` shows all."""
+
+    `--help` leaves out the options of `further`; `--help-all` shows all.
+    """
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

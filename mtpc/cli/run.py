@@ -69,7 +69,9 @@ def _compare(
     tell: Tell,
 ) -> dict[str, float]:
     """With `--compare`: tokens/s of decoding by drafts and at K = 0, measured as `mtpc bench` does.
-    Without it, and in a rank other than 0: nothing."""
+
+    Without it, and in a rank other than 0: nothing.
+    """
     if not args.compare:
         return {}
     from mtpc.cli.bench import take

@@ -31,7 +31,10 @@ def longest_request(options: Plan, num_pages: int) -> int:
 
 def usable_ends(served: ServedModel, fallbacks: Counter[str]) -> ServedModel:
     """A model without the end-of-sequence ids that its vocabulary lacks. `fallbacks` counts a
-    reason for each. Files may name such ids. They end no text, and a tensor might not hold them."""
+    reason for each.
+
+    Files may name such ids. They end no text, and a tensor might not hold them.
+    """
     ends = tuple(i for i in served.stop_ids if _is_token(i, served.vocab_size))
     for token_id in served.stop_ids:
         if token_id not in ends:

@@ -176,8 +176,11 @@ class StepCosts(Generic[T]):
             row[:] = [value + common + (i == j) * own[i] for j, value in enumerate(row)]
 
     def add(self, tier: T, seconds: float, step: int, context: int = 0) -> None:
-        """Enter a sample of a step. If the tokens of all its requests differ from the last step's,
-        requests came or went. The cost of all K may differ as much, and that is no surprise."""
+        """Enter a sample of a step.
+
+        If the tokens of all its requests differ from the last step's, requests came or went. The
+        cost of all K may differ as much, and that is no surprise.
+        """
         self.age(step)
         place = self.tiers.index(tier)
         if not any(self.counts):

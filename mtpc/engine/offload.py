@@ -93,6 +93,10 @@ class _Form:
         is_whole = directory.read(self.name(block), (memoryview(self._found), self.data))
         return is_whole and bytes(self._found) == self.header(block)
 
+    def write(self, directory: OffloadDirectory, block: bytes) -> None:
+        """Write `data` as a block's file. Raises OSError: the file cannot be written."""
+        directory.write(self.name(block), (self.header(block), self.data))
+
 
 class Offload:
     """Copies between pages, snapshots and files.
@@ -137,8 +141,10 @@ class Offload:
         self.num_saved = self.num_loaded = 0
 
     def block(self, request: Request, number: int) -> bytes:
-        """The digest of a request's block, by its place from 0 on. The tokens of the block and the
-        `lookahead` tokens after it must be known."""
+        """The digest of a request's block, by its place from 0 on.
+
+        The tokens of the block and the `lookahead` tokens after it must be known.
+        """
         known = request.digests
         while len(known) <= number:
             end = (len(known) + 1) * self._page_size
@@ -198,7 +204,7 @@ class Offload:
             return
         form.gather(row)
         try:
-            self.directory.write(name, (form.header(block), form.data))
+            form.write(self.directory, block)
         except OSError as error:
             self._count("a file was not written", error)
             return

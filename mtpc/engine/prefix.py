@@ -207,8 +207,10 @@ class PrefixCache:
         return _match(known)
 
     def match_files(self, request: Request, found: Match) -> Match:
-        """What `match` has found, or more of the beginning with blocks that files hold. Where the
-        request needs a snapshot, a page or a file has the one at the last block's end."""
+        """What `match` has found, or more of the beginning with blocks that files hold.
+
+        Where the request needs a snapshot, a page or a file has the one at the last block's end.
+        """
         files, snapshots = self.offload, self.index.snapshots
         if files is None:
             return found
@@ -312,8 +314,10 @@ class PrefixCache:
         return limit
 
     def learn(self, request: Request) -> None:
-        """Add to the index the pages of a request that have become full and final. Row t of the
-        deepest draft layer is final when token t + lookahead is committed."""
+        """Add to the index the pages of a request that have become full and final.
+
+        Row t of the deepest draft layer is final when token t + lookahead is committed.
+        """
         final = request.num_committed - max(self.lookahead - 1, 0)
         while (end := (request.num_indexed + 1) * self.page_size) <= final:
             block, own = self._block(request, end, request.last_block), request.num_indexed
@@ -324,8 +328,11 @@ class PrefixCache:
                 self._attach(request, end, block)
 
     def _attach(self, request: Request, end: int, block: Block) -> None:
-        """Attach a request's snapshot to the page of its block. Of decoded text a request leaves
-        the last snapshot only, so that long answers do not evict those of other requests."""
+        """Attach a request's snapshot to the page of its block.
+
+        Of decoded text a request leaves the last snapshot only, so that long answers do not evict
+        those of other requests.
+        """
         found, own = self.index.find(block), request.pages[end // self.page_size - 1]
         assert found is not None
         self.index.snapshots.attach(found[0], request.snapshots.pop(end))

@@ -15,8 +15,11 @@ from mtpc.program.program import Program
 
 
 def write_state(program: Program, request: Request) -> None:
-    """Write the rows of a request that was just placed in a slot. `num_prefilled` tokens are reused
-    from shared pages. A preempted request has `output_ids`, which are prefilled again."""
+    """Write the rows of a request that was just placed in a slot.
+
+    `num_prefilled` tokens are reused from shared pages. A preempted request has `output_ids`, which
+    are prefilled again.
+    """
     shared, write, slot = program.shared, program.write, request.slot
     assert slot is not None
     table = torch.full_like(shared["state.block_table"][slot], NULL_PAGE, device="cpu")

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 
 class StepRunner:
-    """Runs the steps of an engine. If the program has steps for several K, `tiers` chooses K for
-    each decode step. If it has a budget of rows, `budgets` chooses K and the rows."""
+    """Runs the steps of an engine.
+
+    If the program has steps for several K, `tiers` chooses K for each decode step. If it has a
+    budget of rows, `budgets` chooses K and the rows.
+    """
 
     def __init__(
         self,
@@ -185,8 +188,11 @@ class StepRunner:
             stats.decode_s += seconds
 
     def _read(self, pending: PendingStep, results: Mapping[str, Tensor]) -> None:
-        """Turn a step's results into outputs, row by row. Rows give no output if their prompt has
-        tokens left to prefill, or if their request ended before the step was read."""
+        """Turn a step's results into outputs, row by row.
+
+        Rows give no output if their prompt has tokens left to prefill, or if their request ended
+        before the step was read.
+        """
         names = ("out_token_ids", "num_emitted", "num_accepted", "stop_reason")
         columns = [results[f"batch.{name}"].tolist() for name in names]
         rows = zip(pending.turn.requests, *columns, strict=False)

@@ -193,7 +193,9 @@ class Scheduler:
 
     def _can_join(self) -> bool:
         """Whether a prefill step has room for all decoding requests and for enough prompt tokens.
-        Enough is half a busy chunk, or all prompt tokens that are left."""
+
+        Enough is half a busy chunk, or all prompt tokens that are left.
+        """
         decoding = self._decoding()
         left = [r.num_input - r.num_prefilled for r in self.running if not r.is_prefilled]
         if not decoding or not left or len(decoding) >= self.prefill.num_reqs:
@@ -231,8 +233,10 @@ class Scheduler:
         return self._pages_for(request.most_committed + 1) - len(request.pages)
 
     def _decode_turn(self) -> Turn | None:
-        """A turn of all decoding requests, with their pages allocated; None if there are none. This
-        may preempt the newest running requests."""
+        """A turn of all decoding requests, with their pages allocated; None if there are none.
+
+        This may preempt the newest running requests.
+        """
         grown = []
         for request in self._decoding():
             missing = self._missing_pages(request)
@@ -251,8 +255,11 @@ class Scheduler:
         return [r for r in self._placed if r.slot is not None]
 
     def _place(self, request: Request) -> bool:
-        """Give a request its slot and pages. Return False if the pool has too few pages, or if the
-        request should wait for a beginning that a running request is about to compute."""
+        """Give a request its slot and pages.
+
+        Return False if the pool has too few pages, or if the request should wait for a beginning
+        that a running request is about to compute.
+        """
         found = self.prefixes.match(request) if self.prefixes else Match([], ROOT)
         shared = found.pages
         if self.prefixes:

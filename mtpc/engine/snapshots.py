@@ -118,7 +118,9 @@ class SlotStates:
 
     def save_decoded(self, request: Request) -> None:
         """Take a snapshot of a request if the step that was just read has ended at a page's end.
-        With `async_scheduling` the next step has moved the state on already."""
+
+        With `async_scheduling` the next step has moved the state on already.
+        """
         prefixes, end = self.prefixes, request.num_committed
         if prefixes is None or not prefixes.distance or self._options.async_scheduling:
             return
@@ -155,8 +157,10 @@ class SlotStates:
 
 
 def _pair(name: str, buffer: Tensor, num_slots: int, count: int) -> tuple[Tensor, Tensor]:
-    """A buffer by request slot, without the scratch slot, and the memory of its snapshots. Shapes
-    [num_slots - 1, n, ...] and [count, n, ...], where a request slot has n rows."""
+    """A buffer by request slot, without the scratch slot, and the memory of its snapshots.
+
+    Shapes [num_slots - 1, n, ...] and [count, n, ...], where a request slot has n rows.
+    """
     rows = rows_of_slot(name, buffer.shape[0], num_slots)
     slots = buffer[1:].unflatten(0, (num_slots - 1, rows))
     shape = (count, *slots.shape[1:])

@@ -124,8 +124,10 @@ class TierPolicy:
             own.worth = worth
 
     def _prefer(self, cell: StepCosts[int]) -> None:
-        """Change the preferred K once waiting has lost as much time as a change there and back. The
-        first step verifies drafts of a prefill step, which has the most: any K begins at once."""
+        """Change the preferred K once waiting has lost as much time as a change there and back.
+
+        The first step verifies drafts of a prefill step, which has the most: any K begins at once.
+        """
         best = max(self.tiers, key=lambda tier: self._rate(cell, tier))
         if best != self.current and self.steps:
             share = self._rate(cell, self.current) / self._rate(cell, best)
@@ -136,8 +138,11 @@ class TierPolicy:
         self.current, self._waited = best, 0.0
 
     def _next_trial(self, cell: StepCosts[int]) -> int | None:
-        """Another K than the preferred one to try now, or None. With more drafts than the preferred
-        K, a trial has two steps: the first one verifies only the drafts of the step before."""
+        """Another K than the preferred one to try now, or None.
+
+        With more drafts than the preferred K, a trial has two steps: the first one verifies only
+        the drafts of the step before.
+        """
         tier, step_s = self._trial, cell.seconds(self.current)
         if tier is not None and tier != self.current:
             # The last step shows what is accepted. A surprise gets a second sample, and a K that
@@ -175,8 +180,10 @@ class TierPolicy:
         return min(ratio * exp(cell.doubt(tier, self.current)), 1.0)
 
     def _change_cost(self, cell: StepCosts[int], tier: int) -> float:
-        """The seconds lost by going from the preferred K to another and back. The first step of the
-        larger K verifies no more drafts than the smaller one proposes."""
+        """The seconds lost by going from the preferred K to another and back.
+
+        The first step of the larger K verifies no more drafts than the smaller one proposes.
+        """
         low, high = sorted((tier, self.current))
         return cell.seconds(high) * (1 - self._lengths[low] / self._lengths[high])
 

@@ -98,8 +98,11 @@ def split_images(
 
 
 class Vision:
-    """Turns images into what the engine takes. Nothing is loaded before the first image. Any thread
-    may call it. One prompt's images are embedded at a time, on `device`, in the model's dtype."""
+    """Turns images into what the engine takes. Nothing is loaded before the first image.
+
+    Any thread may call it. One prompt's images are embedded at a time, on `device`, in the model's
+    dtype.
+    """
 
     def __init__(
         self, served: ServedModel, dtype: torch.dtype, device: torch.device | str, stats: Stats

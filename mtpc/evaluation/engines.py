@@ -57,8 +57,11 @@ class MtpcEngine:
 
 
 class TransformersEngine:
-    """transformers' eager code on dequantised weights, one prompt at a time. It has the attributes
-    of `MtpcEngine`; its K is None. Without a `dtype`, weights keep the checkpoint's."""
+    """transformers' eager code on dequantised weights, one prompt at a time.
+
+    It has the attributes of `MtpcEngine`; its K is None. Without a `dtype`, weights keep the
+    checkpoint's.
+    """
 
     name: str = "transformers, eager"
     spec_tokens: int | None = None

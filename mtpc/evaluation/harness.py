@@ -44,8 +44,10 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding gives it. A row
-        that is too long for the model loses its first tokens, as in the harness's classes."""
+        """The log-probability of each continuation, and whether greedy decoding gives it.
+
+        A row that is too long for the model loses its first tokens, as in the harness's classes.
+        """
         rows = [
             (context + following)[-self._engine.max_len :] for _, context, following in requests
         ]

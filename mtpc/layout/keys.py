@@ -100,8 +100,10 @@ Graphs = Sequence[tuple[StepKey, Part]]
 
 
 def graph_keys(plan: Plan, form: Form) -> list[tuple[StepKey, Part]]:
-    """Every graph of a plan, those of the largest steps first. A device's memory pool then fits the
-    largest step, and the others reuse it."""
+    """Every graph of a plan, those of the largest steps first.
+
+    A device's memory pool then fits the largest step, and the others reuse it.
+    """
     return [(key, part) for key in largest_first(step_keys(plan)) for part in parts_of(key, form)]
 
 

@@ -180,8 +180,10 @@ class Layout(Mapping[str, BufferSpec]):
             ) from error
 
     def reserve(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A new tensor for one buffer, not filled. On a CPU, memory that nothing touches costs
-        nothing, even if it is more than there is."""
+        """A new tensor for one buffer, not filled.
+
+        On a CPU, memory that nothing touches costs nothing, even if it is more than there is.
+        """
         if torch.device(device).type == "cpu":
             return allocate(self.shape(name), self[name].dtype)
         return torch.empty(self.shape(name), dtype=self[name].dtype, device=device)

@@ -101,8 +101,10 @@ def slot_spec(
 
 @dataclass(frozen=True)
 class PagedKV:
-    """K and V pools, [N, P, H_kv, D]; where they hold codes, with scales [N, P, H_kv]. `k_shift`
-    gives what codes of K leave out, [H_kv, D]."""
+    """K and V pools, [N, P, H_kv, D]; where they hold codes, with scales [N, P, H_kv].
+
+    `k_shift` gives what codes of K leave out, [H_kv, D].
+    """
 
     k: Tensor
     v: Tensor

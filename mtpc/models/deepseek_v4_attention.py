@@ -160,8 +160,10 @@ class WindowedAttention(StandIn):
         mtpc_context: Any,
         masks: WindowMasks | None,
     ) -> tuple[Tensor, None]:
-        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it. Without masks
-        a host attends to the window; such a layer has no compressed entries."""
+        """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it.
+
+        Without masks a host attends to the window; such a layer has no compressed entries.
+        """
         hidden = hidden_states[0]
         cos, sin = (angle[0] for angle in position_embeddings[self.rope_layer_type])
         low = self.q_a_norm(self.q_a_proj(hidden))

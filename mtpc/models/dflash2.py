@@ -144,7 +144,9 @@ class CandidateSelector(nn.Module):
 
 class Selection(nn.Module):
     """The piece `draft_bias` of a drafter: (logits [R, V], features [R, H], tokens [R]) -> logits.
-    Features come as the last layer gives them, before the norm."""
+
+    Features come as the last layer gives them, before the norm.
+    """
 
     def __init__(self, layer: Any):
         super().__init__()

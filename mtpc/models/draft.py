@@ -40,8 +40,10 @@ def drafted_family(family: ModelFamily, checkpoint: Checkpoint, config: Any) -> 
 
 
 def _mtp_family(pair: Pairing) -> ModelFamily:
-    """The family with MTP layers of the drafter's checkpoint, under the names of a full one. Or
-    under those of a model that has no other layers, as exporters write them."""
+    """The family with MTP layers of the drafter's checkpoint, under the names of a full one.
+
+    Or under those of a model that has no other layers, as exporters write them.
+    """
     family, draft, target = pair.family, pair.checkpoint.draft, pair.target
     layers = target.num_hidden_layers
     names = draft.config.get("architectures") or []
@@ -74,8 +76,10 @@ def _mtp_family(pair: Pairing) -> ModelFamily:
 
 
 def with_mimo_layers(family: ModelFamily) -> ModelFamily:
-    """A derived family with MTP layers as MiMo has them. Their block is of the class of the
-    target's own layers, and of the kind of the last one."""
+    """A derived family with MTP layers as MiMo has them.
+
+    Their block is of the class of the target's own layers, and of the kind of the last one.
+    """
 
     def block_config(config: Any) -> Any:
         kinds = getattr(config, "layer_types", None)

@@ -21,8 +21,11 @@ from mtpc.weights.json_file import check_counts
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model whose weights have no values. `scheme` is the name of that by which its checkpoint is
-    quantised, where there are no headers that say so for each weight; else None."""
+    """A model whose weights have no values.
+
+    `scheme` is the name of that by which its checkpoint is quantised, where there are no headers
+    that say so for each weight; else None.
+    """
 
     loaded: LoadedModel
     scheme: str | None

@@ -74,8 +74,10 @@ class HeaderWeights:
                         held[name] = self._memory_of(tensor)
 
     def origin(self, tensor: Tensor) -> str | None:
-        """The name of the stored tensor that a reserved tensor equals, up to its dtype. None if it
-        is made from several stored tensors, or in another way."""
+        """The name of the stored tensor that a reserved tensor equals, up to its dtype.
+
+        None if it is made from several stored tensors, or in another way.
+        """
         return self._origins.get(id(tensor))
 
     def _memory_of(self, tensor: Tensor) -> Tensor:

@@ -27,8 +27,10 @@ class NormedHead(nn.Module):
 
 
 class OwnHead(nn.Module):
-    """Features [..., H] -> logits [..., V], by the forward of a causal LM around its decoder. It
-    scales, caps or norms them as the class does."""
+    """Features [..., H] -> logits [..., V], by the forward of a causal LM around its decoder.
+
+    It scales, caps or norms them as the class does.
+    """
 
     def __init__(self, model: nn.Module, decoder: str):
         super().__init__()
@@ -111,7 +113,9 @@ def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
 
 
 def final_norm_of(decoder: Any, layer: MTPLayer) -> nn.Module:
-    """The norm after an MTP layer's block: its own or, where it stores none, the target's. The
-    identity where the layer has no norm."""
+    """The norm after an MTP layer's block: its own or, where it stores none, the target's.
+
+    The identity where the layer has no norm.
+    """
     own = layer.wiring.final_norm != "" or layer.wiring.stream_head
     return layer.final_norm if own else decoder.norm

@@ -297,8 +297,10 @@ def joined_gate_up(stem: str, family: ModelFamily) -> Join:
 
 
 def dtypes_of(target: Any, family: ModelFamily) -> Callable[[str, bool], torch.dtype]:
-    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor. A
-    stream head is that of the decoder's own, which checkpoints name as transformers does."""
+    """(name, is a parameter) -> the dtype that transformers would choose for such a tensor.
+
+    A stream head is that of the decoder's own, which checkpoints name as transformers does.
+    """
     dtype = target.get_input_embeddings().weight.dtype
     # Buffers (a router's selection bias) and modules that the class names keep at least float32.
     wide = torch.promote_types(dtype, torch.float32)

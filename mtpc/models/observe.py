@@ -66,8 +66,10 @@ Kept: TypeAlias = LayerState | Recurrence
 
 @dataclass
 class Observer:
-    """In place of transformers' cache and of mtpc's context: notes what a forward gives to it. A
-    window of `longest` positions or more is none."""
+    """In place of transformers' cache and of mtpc's context: notes what a forward gives to it.
+
+    A window of `longest` positions or more is none.
+    """
 
     longest: float
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

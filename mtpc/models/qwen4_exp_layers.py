@@ -31,8 +31,11 @@ from mtpc.ops.ragged import request_of
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedKV(PagedKV):
-    """K and V pools, and indexer keys by page, [N, P, I]. The last token of a block has the key of
-    the block in place of its own: nothing reads that one after the block is closed."""
+    """K and V pools, and indexer keys by page, [N, P, I].
+
+    The last token of a block has the key of the block in place of its own: nothing reads that one
+    after the block is closed.
+    """
 
     index: Tensor
 
@@ -87,7 +90,9 @@ class BlockAttention(StandIn):
         self, hidden_states: Tensor, position_embeddings: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """hidden_states [1, T, H] -> [1, T, H], as transformers' module computes it.
-        `position_embeddings` are those of `BlockRotary`."""
+
+        `position_embeddings` are those of `BlockRotary`.
+        """
         hidden, context = hidden_states[0], options[CACHE]
         (cos, sin), firsts = (tuple(a[0] for a in pair) for pair in position_embeddings)
         state: IndexedKV = context.layers[self.layer_idx]

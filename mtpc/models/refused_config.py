@@ -68,7 +68,9 @@ def are_too_many(weights: int, nbytes: int) -> bool:
 
 def check_size(checkpoint: Checkpoint, family: ModelFamily) -> None:
     """Refuse a config.json whose model is far larger than the tensors, before it takes memory.
-    transformers fills what a checkpoint lacks with random values before it says what is missing."""
+
+    transformers fills what a checkpoint lacks with random values before it says what is missing.
+    """
     model = build_shapes(checkpoint, family)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     count = sum(sizes.values())
@@ -178,8 +180,10 @@ def _failure(file: ConfigFile, family: ModelFamily, config: dict[str, Any]) -> E
 def _guilty(
     file: ConfigFile, family: ModelFamily, other: Any, end: float
 ) -> list[tuple[Place, Any]]:
-    """The entries that make the model fail: with another value of one, it can be built. Of entries
-    within each other these are the innermost. The search stops at `end`."""
+    """The entries that make the model fail: with another value of one, it can be built.
+
+    Of entries within each other these are the innermost. The search stops at `end`.
+    """
 
     def search(part: Mapping[str, Any], above: Place) -> Iterator[tuple[Place, Any]]:
         for name, value in takewhile(lambda _: time.monotonic() <= end, part.items()):

@@ -46,7 +46,9 @@ CACHE = next(
 
 class Unreadable:
     """In place of the number of tokens that a cache holds, which rows of a step do not share.
-    Classes ask for it, and read it where they are given no positions."""
+
+    Classes ask for it, and read it where they are given no positions.
+    """
 
     def _read(self, *_: Any) -> Any:
         raise UnsupportedModelError("it numbers rows by the tokens in its cache")
@@ -176,8 +178,10 @@ LIMITS = ("limit", "swiglu_limit")
 
 
 def gate_of(module: Any) -> Gate | ClampedGate | str | None:
-    """How mtpc's operators compute a module of experts; None: as its class does, one by one. The
-    module's own activation is compared with the operators', value by value."""
+    """How mtpc's operators compute a module of experts; None: as its class does, one by one.
+
+    The module's own activation is compared with the operators', value by value.
+    """
     has_gate, is_plain = getattr(module, "has_gate", True), getattr(module, "is_concatenated", True)
     others = ("is_transposed", "has_bias", "has_post_expert_norm")
     has = tuple(bool(getattr(module, name, False)) for name in others)
@@ -237,8 +241,10 @@ def share_model(model: nn.Module, canonical: Mapping[str, Canonical]) -> nn.Modu
 
 
 def stand_in(root: nn.Module, canonical: Mapping[str, Canonical]) -> None:
-    """Replace modules below `root` by their canonical modules, in place. Modules of experts get
-    their `gate_of`, for traces, which see no values."""
+    """Replace modules below `root` by their canonical modules, in place.
+
+    Modules of experts get their `gate_of`, for traces, which see no values.
+    """
     for name, module in list(root.named_modules()):
         make = canonical.get(type(module).__name__)
         if make is not None:

@@ -42,8 +42,10 @@ class Shard:
     parts: int = 1
 
     def ranges(self, size: int, rank: int, ranks: int) -> tuple[tuple[int, int], ...]:
-        """(start, stop) along `dim`, of this size, of what a rank holds, in order. A vocabulary
-        that does not divide leaves the last ranks with less, as torch.chunk does."""
+        """(start, stop) along `dim`, of this size, of what a rank holds, in order.
+
+        A vocabulary that does not divide leaves the last ranks with less, as torch.chunk does.
+        """
         if self.kind == "replicated":
             return ((0, size),)
         part = size // self.parts

@@ -85,8 +85,10 @@ class SlotRing:
         return self.tensor.shape[1]
 
     def positions(self, rows: Rows) -> Tensor:
-        """Position that each place of a row's ring held before this forward, [T, places]. Negative
-        where the place held none."""
+        """Position that each place of a row's ring held before this forward, [T, places].
+
+        Negative where the place held none.
+        """
         last = rows.context[:, None] - 1
         place = torch.arange(self.places, device=last.device)[None]
         return last - torch.remainder(last - place, self.places)

@@ -211,8 +211,11 @@ def _empty_model(checkpoint: Checkpoint, vision: VisionParts) -> Any:
 
 
 def _loaded(module: Any, stored: dict[str, Tensor], dtype: torch.dtype, what: str) -> nn.Module:
-    """A module with stored tensors in place of one on the meta device. transformers loads its
-    models; it knows the names that released checkpoints have for their tensors."""
+    """A module with stored tensors in place of one on the meta device.
+
+    transformers loads its models; it knows the names that released checkpoints have for their
+    tensors.
+    """
     if not isinstance(module, transformers.PreTrainedModel):
         check_tensors(module, stored, what)
         module.load_state_dict({n: t.to(dtype) for n, t in stored.items()}, assign=True)

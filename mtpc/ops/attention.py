@@ -150,8 +150,10 @@ def visible_positions(
 
 
 def _softmax_rows(scores: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
-    """Masked softmax over the last dim of scores [T, N, C]; fully masked rows give zeros. A sink is
-    a logit that takes part in the normalisation and has no value."""
+    """Masked softmax over the last dim of scores [T, N, C]; fully masked rows give zeros.
+
+    A sink is a logit that takes part in the normalisation and has no value.
+    """
     scores = torch.where(visible[:, None], scores, float("-inf"))
     peak = scores.amax(-1, keepdim=True)
     if sinks is not None:

@@ -77,7 +77,9 @@ def silu_and_mul(gate_up: Tensor, rows: Tensor | None = None) -> Tensor:
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of the first `rope` features of x [T, n, D] by cos and sin [T, rope].
-    Feature i pairs with feature i + rope / 2. The other features stay as they are."""
+
+    Feature i pairs with feature i + rope / 2. The other features stay as they are.
+    """
     turned, plain = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
     across = torch.cat([-second, first], -1)

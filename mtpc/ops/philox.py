@@ -63,6 +63,8 @@ def uniform(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float64 [N, V]; arguments as of `uniform`. The argmax of
-    log-probabilities plus this is distributed by these probabilities."""
+    """Standard Gumbel noise, float64 [N, V]; arguments as of `uniform`.
+
+    The argmax of log-probabilities plus this is distributed by these probabilities.
+    """
     return -torch.log(-torch.log(uniform(seeds, positions, vocab_size)))

@@ -76,7 +76,9 @@ class Rule(ABC):
 @dataclass(frozen=True)
 class RequestState:
     """The state tensors, and which rows belong to which request; shapes: `mtpc.ops.gated_delta`.
-    The three state tensors are written."""
+
+    The three state tensors are written.
+    """
 
     recurrent: Tensor
     history: Tensor
@@ -88,8 +90,10 @@ class RequestState:
 
 
 def run_recurrence(rule: Rule, rows: Tensor, slots: RequestState) -> Tensor:
-    """Run a recurrence over rows [T, ...], and bring the state forward; returns [T, HV, Dv]. Rows
-    that belong to no request that is on give zeros."""
+    """Run a recurrence over rows [T, ...], and bring the state forward; returns [T, HV, Dv].
+
+    Rows that belong to no request that is on give zeros.
+    """
     starts, lens = slots.query_start_loc[:-1].long(), slots.query_start_loc.diff().long()
     on, committed = slots.seq_lens > 0, slots.seq_lens.long() - lens
     stood = torch.where(on & (committed > 0), slots.standing[slots.state_slots].long(), 0)

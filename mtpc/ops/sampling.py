@@ -134,8 +134,10 @@ def _marked(ids: Tensor, on: Tensor, vocab_size: int) -> Tensor:
 
 
 def _drafts_before(ids: Tensor, vocab_size: int) -> Tensor:
-    """int32 [R * Q, V]: for each row j, how often each token is among ids 1..j of its request. An
-    id of `vocab_size` or more is a row of an image."""
+    """int32 [R * Q, V]: for each row j, how often each token is among ids 1..j of its request.
+
+    An id of `vocab_size` or more is a row of an image.
+    """
     requests, rows = ids.shape
     one_hot = torch.zeros(requests, rows, vocab_size, dtype=torch.int32, device=ids.device)
     fed = ids < vocab_size

@@ -120,8 +120,10 @@ def emit_attribute(graph: StepGraph, name: str, tensor: Tensor, like: fx.Node) -
 
 
 def evaluate(graph: StepGraph) -> Iterator[tuple[fx.Node, Any]]:
-    """Run a flat graph on fake tensors: each attribute and call with its value, in order. It
-    remembers no call of those that made the graph."""
+    """Run a flat graph on fake tensors: each attribute and call with its value, in order.
+
+    It remembers no call of those that made the graph.
+    """
     mode = fake_mode_of(graph.graph)
     calls = FakeCalls(mode)
     env: dict[fx.Node, Any] = {}

@@ -91,8 +91,11 @@ def _joined(weights: list[fx.Node]) -> tuple[Recipe, str]:
 
 
 def draft_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes of the MTP layers, and all that depend on them. Among the latter are the draft
-    heads: an MTP layer uses the target's head, so names of pieces do not tell them apart."""
+    """The nodes of the MTP layers, and all that depend on them.
+
+    Among the latter are the draft heads: an MTP layer uses the target's head, so names of pieces do
+    not tell them apart.
+    """
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_layer = node.meta.get("piece", "").startswith(DRAFT_PIECES)

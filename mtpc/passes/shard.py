@@ -42,8 +42,10 @@ class CutWeight:
 
 @dataclass(frozen=True)
 class Sharding:
-    """One rank's part of a model, whose weights and caches are cut, by name. `peer_bytes` is the
-    largest part that ranks exchange through each other's memory; 0: none."""
+    """One rank's part of a model, whose weights and caches are cut, by name.
+
+    `peer_bytes` is the largest part that ranks exchange through each other's memory; 0: none.
+    """
 
     rank: int
     ranks: int

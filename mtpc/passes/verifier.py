@@ -122,7 +122,9 @@ def check_writers(graph: StepGraph, effects: Effects, pass_name: str) -> None:
 
 def effect_trace(graph: fx.Graph, effects: Effects) -> EffectTrace:
     """Buffer name -> its writes by any operator and, for caches, its reads by operators with state.
-    Both are in order of execution."""
+
+    Both are in order of execution.
+    """
     trace: EffectTrace = {}
     for node, op in operators(graph):
         names, traits = effects.buffer_writes(node), traits_of(op)

@@ -98,8 +98,10 @@ class Answer:
         }
 
     def whole(self, choices: Sequence[Sequence[Piece]], usage: Usage) -> bytes:
-        """The body of an answer without a stream, of all pieces of each choice. Each choice is
-        encoded separately, because the JSON encoder holds the GIL during a call."""
+        """The body of an answer without a stream, of all pieces of each choice.
+
+        Each choice is encoded separately, because the JSON encoder holds the GIL during a call.
+        """
         head = self.head(False)
         if self.is_chat and self.prompt_ids:
             head["prompt_token_ids"] = self.prompt_ids[0]

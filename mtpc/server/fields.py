@@ -154,8 +154,10 @@ def _is_row(value: Any) -> bool:
 
 
 def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """A conversation. The parts of a message's content become one text, joined by newlines. vLLM
-    joins them in the same way. If one of the parts is an image, they stay parts."""
+    """A conversation. The parts of a message's content become one text, joined by newlines.
+
+    vLLM joins them in the same way. If one of the parts is an image, they stay parts.
+    """
     if not isinstance(value, list) or not value:
         raise _refuse(name, value, "a list of messages, not empty")
     return [_message(f"{name}[{i}]", message) for i, message in enumerate(value)]

@@ -139,8 +139,10 @@ def make_job(
 
 
 def _sampling(fields: dict[str, Any], engine: AsyncEngine, is_chat: bool) -> SamplingParams:
-    """The request's sampling parameters. The default temperature is 1, as OpenAI's, or 0 for a
-    model compiled without sampling."""
+    """The request's sampling parameters.
+
+    The default temperature is 1, as OpenAI's, or 0 for a model compiled without sampling.
+    """
     given = {name: value for name, value in fields.items() if name in _SAMPLING}
     given.setdefault("temperature", 1.0 if engine.engine.options.sampling else 0.0)
     logprobs = fields.get("logprobs")

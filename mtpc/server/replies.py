@@ -81,8 +81,10 @@ class Reply:
         await send({"type": "http.response.body", "body": body})
 
     async def _send_events(self, send: Send, note: Note) -> None:
-        """Send the answer as events. The status line goes out with the first event, so an error
-        before that has its own status."""
+        """Send the answer as events.
+
+        The status line goes out with the first event, so an error before that has its own status.
+        """
         chunks = [Chunks(self._answer, choice.index) for choice in self._job.choices]
         events = _Events(send)
 

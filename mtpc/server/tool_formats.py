@@ -86,8 +86,11 @@ def _parse_hermes(text: str, schemas: Mapping[str, Schema]) -> Call | None:
 
 
 def without_tail(text: str, tail: str) -> str:
-    """Arguments without the text after them. Like all that reads an answer here, it takes time in
-    proportion to the text, whatever a model writes: it runs in the event loop."""
+    """Arguments without the text after them.
+
+    Like all that reads an answer here, it takes time in proportion to the text, whatever a model
+    writes: it runs in the event loop.
+    """
     return text.rstrip().removesuffix(tail).rstrip()
 
 

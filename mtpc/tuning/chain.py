@@ -60,8 +60,10 @@ class DraftRows:
     def attend(
         self, module: Any, query: Tensor, scale: float, metadata: Any, **options: Any
     ) -> Tensor:
-        """Attend with the queries of the newest block, [1, N, B * L, D]. The options are those of
-        `mtpc::paged_attention`. Returns [1, B * L, N, D_v]."""
+        """Attend with the queries of the newest block, [1, N, B * L, D].
+
+        The options are those of `mtpc::paged_attention`. Returns [1, B * L, N, D_v].
+        """
         query = self._by_text(query) * scale
         pairs = [self._heads(module, pair, query.shape[1]) for pair in self._blocks]
         window, softcap = options.get("sliding_window") or 0, options.get("softcap") or 0.0
@@ -188,7 +190,9 @@ class Teacher:
     @torch.no_grad()
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """What the drafter is fed, and the target's features: ids [B, L] -> [B, L, F], [B, L, H].
-        Without `layer_ids` both are the same tensor."""
+
+        Without `layer_ids` both are the same tensor.
+        """
         captured = self._capturing.captured if self._capturing else []
         captured.clear()
         features = self._decoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
@@ -208,8 +212,10 @@ class Teacher:
 
 
 def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of the largest logits [T, V]. The largest are in the groups with
-    the largest maxima, so few logits are sorted."""
+    """Log-probabilities and ids of the largest logits [T, V].
+
+    The largest are in the groups with the largest maxima, so few logits are sorted.
+    """
     normaliser = logits.logsumexp(-1, keepdim=True)
     if logits.shape[-1] <= 4 * count * _GROUP:
         values, ids = logits.topk(count)
@@ -381,7 +387,9 @@ class TrainedModel:
 
     def head_rows(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
         """What makes logits of draft `depth`: rows [..., H] of its features, and the head [V_d, H].
-        Row i of the head is of token `vocabulary[i]`."""
+
+        Row i of the head is of token `vocabulary[i]`.
+        """
         index = min(depth, len(self.loaded.mtp_layers) - 1)
         layer, head = self.loaded.mtp_layers[index], self._heads[index]
         if layer.wiring.next_features == "before":

@@ -225,8 +225,10 @@ class Tuning:
         return Tuned(before, after, (texts.trained, self._plan.length), progress, tuple(tensors))
 
     def _drafted(self, teacher: Teacher, frequent: Tensor) -> tuple[Checkpoint, Tensor]:
-        """The checkpoint whose drafter is trained, and the tokens that it learns. That is the given
-        one, or one with a new drafter, which keeps its tokens when it is resumed."""
+        """The checkpoint whose drafter is trained, and the tokens that it learns.
+
+        That is the given one, or one with a new drafter, which keeps its tokens when it is resumed.
+        """
         if self._form is None:
             return self._checkpoint, frequent
         new = self.directory / _NEW
@@ -291,8 +293,10 @@ class Tuning:
         return Texts(rows, texts.held_out, texts.prompts)
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that must be the same when a run is resumed. The others may change: a run
-        goes on for longer, or with more text."""
+        """The settings that must be the same when a run is resumed.
+
+        The others may change: a run goes on for longer, or with more text.
+        """
         digests = {
             str(path): _digest(path) for path in [*self._paths, *self._held_out] if path.is_file()
         }

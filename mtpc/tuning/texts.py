@@ -117,8 +117,10 @@ def known_tokens(rows: Tensor) -> int:
 
 
 def continue_rows(model: SpecModel, rows: Tensor) -> Tensor:
-    """Let the target write the rest of rows [N, L], greedily, after the beginning of each. In
-    decoding, drafts follow text that the target has written, which may differ from the user's."""
+    """Let the target write the rest of rows [N, L], greedily, after the beginning of each.
+
+    In decoding, drafts follow text that the target has written, which may differ from the user's.
+    """
     known = known_tokens(rows)
     new = model.generate(rows[:, :known].tolist(), rows.shape[1] - known, ignore_eos=True)
     return torch.cat([rows[:, :known], torch.tensor(new)], 1)

@@ -126,8 +126,10 @@ def draft_losses(model: TrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of a head's logits to distributions over few tokens. The logits exist for
-    `LOGIT_VALUES` at a time: the gradient is made with them."""
+    """Mean cross-entropy of a head's logits to distributions over few tokens.
+
+    The logits exist for `LOGIT_VALUES` at a time: the gradient is made with them.
+    """
 
     @staticmethod
     def forward(
@@ -190,8 +192,10 @@ def _head_part(
 
 
 class Training:
-    """The training on texts. It can stop after any step and continue from the file `state`. The
-    first `held_out` texts of `source` measure, and are not trained on."""
+    """The training on texts. It can stop after any step and continue from the file `state`.
+
+    The first `held_out` texts of `source` measure, and are not trained on.
+    """
 
     def __init__(
         self,
@@ -212,8 +216,10 @@ class Training:
             self._restore()
 
     def run(self, tell: Tell) -> Progress:
-        """Train to the end of the schedule, and keep the best weights. The state is saved every
-        minute and at the end."""
+        """Train to the end of the schedule, and keep the best weights.
+
+        The state is saved every minute and at the end.
+        """
         at, saved, found = self.progress, time.monotonic(), list[tuple[float, list[float]]]()
         told = saved
         while self._share() < 1:

@@ -116,8 +116,10 @@ class Checkpoint(CheckpointFiles):
 
     @cached_property
     def specs(self) -> dict[str, GroupSpec]:
-        """The weights that `grouped` can read as codes: name -> spec, from headers alone. Other
-        quantised weights can only be dequantised."""
+        """The weights that `grouped` can read as codes: name -> spec, from headers alone.
+
+        Other quantised weights can only be dequantised.
+        """
         own = {name: weight.spec for name, weight in self._quantised.items()}
         parts = {name: own.get(part.fused) for name, part in self._parts.items()}
         return {name: spec for name, spec in (own | parts).items() if spec and name in self.tensors}
@@ -144,7 +146,9 @@ class Checkpoint(CheckpointFiles):
     @property
     def dtype(self) -> str:
         """Name of the weights' dtype: config.json's, or that of most weights if it has none.
-        Quantised weights have the dtype to which they are dequantised."""
+
+        Quantised weights have the dtype to which they are dequantised.
+        """
         if self._quantised:
             return self._read_dtype
         return self.announced_dtype or self._usual_dtype
@@ -177,8 +181,11 @@ class Checkpoint(CheckpointFiles):
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor as stored; see `TensorFile.tensor`. A quantised weight is dequantised to a new
-        tensor at each call, and a part of a fused one is copied."""
+        """One tensor as stored; see `TensorFile.tensor`.
+
+        A quantised weight is dequantised to a new tensor at each call, and a part of a fused one is
+        copied.
+        """
         weight = self._quantised.get(self._whole(name))
         if weight is not None and not weight.is_plain:
             self.dequantised.add(name)
@@ -308,8 +315,11 @@ def refuse_not_finite(bad: list[str], what: str) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values of a tensor are finite. It computes the minimum and the maximum, which are
-    NaN if any value is. That takes one vectorised pass and is 40 times as fast as isfinite."""
+    """Whether all values of a tensor are finite.
+
+    It computes the minimum and the maximum, which are NaN if any value is. That takes one
+    vectorised pass and is 40 times as fast as isfinite.
+    """
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
     if tensor.dtype.itemsize == 1:  # torch has no aminmax for eight-bit floats.

@@ -235,8 +235,10 @@ class _Files:
         return self.checkpoint.meta_tensor(name)
 
     def read(self, part: Recipe) -> Tensor:
-        """A tensor or rows of one, cast: in the mapped file where it is plain, or a copy. No more
-        than these rows stays in memory, and no more is cast."""
+        """A tensor or rows of one, cast: in the mapped file where it is plain, or a copy.
+
+        No more than these rows stays in memory, and no more is cast.
+        """
         (name,) = names(part)
         tensor = self.checkpoint.tensor(name)
         if not isinstance(part, Rows):

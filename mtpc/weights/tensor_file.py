@@ -206,7 +206,9 @@ class TensorFile:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The rows of `StoredTensor.pieces`, one piece after the other, each as `tensor` gives it.
-        The memory of a piece is given back when the next one is asked for."""
+
+        The memory of a piece is given back when the next one is asked for.
+        """
         stored = self.tensors[name]
         for span in stored.pieces:
             yield self._values(span, self.dtype(name)).view(-1, *stored.shape[1:])

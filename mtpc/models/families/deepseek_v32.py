@@ -30,8 +30,11 @@ from mtpc.ops.fused import rotate_halves
 
 
 def rotate_neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, n, rope] by cos and sin [T, rope]. Feature 2i pairs with feature 2i
-    + 1. The result holds the first features of all pairs, then the second ones."""
+    """Rotary embedding of x [T, n, rope] by cos and sin [T, rope].
+
+    Feature 2i pairs with feature 2i + 1. The result holds the first features of all pairs, then
+    the second ones.
+    """
     cos, sin = (angle.chunk(2, -1)[0][:, None] for angle in (cos, sin))
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -135,8 +138,10 @@ def cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec
 
 
 def block_config(config: Any) -> Any:
-    """A copy of the config with the MTP layers after the decoder's; they have routed experts. Each
-    has an indexer of its own, which is not so of all layers of GLM-5's decoder."""
+    """A copy of the config with the MTP layers after the decoder's; they have routed experts.
+
+    Each has an indexer of its own, which is not so of all layers of GLM-5's decoder.
+    """
     last = config.layer_types[-1]
     return layers_after(config, layer_types=last, mlp_layer_types="sparse", indexer_types="full")
 

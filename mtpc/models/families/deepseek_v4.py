@@ -189,8 +189,10 @@ class StreamTarget(nn.Module):
 
 
 class StreamDraft(HFDraft):
-    """The MTP layer over flat tokens. (ids [T], features [T, streams, H], *metadata) -> features
-    [T, streams, H]."""
+    """The MTP layer over flat tokens.
+
+    (ids [T], features [T, streams, H], *metadata) -> features [T, streams, H].
+    """
 
     def forward(self, ids: Tensor, features: Tensor, *metadata: Tensor) -> Tensor:
         context = StepContext.of(metadata, self.pool.layers())

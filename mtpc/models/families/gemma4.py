@@ -34,7 +34,9 @@ def kv_layer(config: Any, kind: str) -> int | None:
 
 def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpec, ...]:
     """State buffers by the layer's type; none where keys are another layer's, as a drafter's are.
-    Window and heads of a sliding layer differ from those of a global one."""
+
+    Window and heads of a sliding layer differ from those of a global one.
+    """
     if layer >= config.num_hidden_layers - config.num_kv_shared_layers:
         return ()
     sizes = config.per_layer_config[layer]
@@ -43,8 +45,10 @@ def _cache_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[BufferSpe
 
 
 def _reads_shared(attention: Any) -> Any:
-    """transformers' attention as it is; one that shares keys finds them by their layer's number. An
-    assistant's, which shares the keys of another model, keeps the number that it has."""
+    """transformers' attention as it is; one that shares keys finds them by their layer's number.
+
+    An assistant's, which shares the keys of another model, keeps the number that it has.
+    """
     if attention.is_kv_shared_layer:
         shared = kv_layer(attention.config, attention.layer_type)
         attention.layer_idx = attention.layer_idx if shared is None else shared

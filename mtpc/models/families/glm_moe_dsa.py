@@ -36,8 +36,10 @@ def _rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SharedChoiceAttention(SparseLatentAttention):
-    """Sparse latent attention that hands on its choice, or takes one. It comes from the layer
-    before, or from the draft before (`ModelFamily.hands_on`)."""
+    """Sparse latent attention that hands on its choice, or takes one.
+
+    It comes from the layer before, or from the draft before (`ModelFamily.hands_on`).
+    """
 
     rotate_index = staticmethod(_rotate_first)
 

@@ -63,7 +63,9 @@ DEEPSEEK_V3 = replace(
 
 def _dense_first(entries: dict[str, Any]) -> dict[str, Any]:
     """Entries of a released config.json with `mlp_layer_types`, if they count the dense layers.
-    transformers does not read `first_k_dense_replace`: it has one dense layer by default."""
+
+    transformers does not read `first_k_dense_replace`: it has one dense layer by default.
+    """
     dense, layers = entries.get("first_k_dense_replace"), entries.get("num_hidden_layers")
     if dense is None or layers is None or entries.get("mlp_layer_types") is not None:
         return entries

@@ -43,8 +43,10 @@ _SLIDING = "sliding_attention"
 
 
 class ClampedExperts(StandIn):
-    """SwiGLU experts with clamped gate and up projections, as `mtpc::experts`. transformers'
-    experts interface does not reach them."""
+    """SwiGLU experts with clamped gate and up projections, as `mtpc::experts`.
+
+    transformers' experts interface does not reach them.
+    """
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, H], expert_ids int64 [T, k], expert_weights [T, k]; returns [T, H]."""

@@ -247,8 +247,10 @@ def dense(of: Metadata, *reads: str, is_partial: bool = False) -> dict[str, Any]
 
 
 def layer_kinds(of: Metadata, period: int) -> list[str]:
-    """Types of layers: every so many-th attends to the whole text, the others to a window. A file
-    may say which do, or after how many layers that repeats."""
+    """Types of layers: every so many-th attends to the whole text, the others to a window.
+
+    A file may say which do, or after how many layers that repeats.
+    """
     name = "attention.sliding_window_pattern"
     found = of.get(name)
     if isinstance(found, list):

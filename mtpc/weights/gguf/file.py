@@ -132,7 +132,9 @@ class GgufFile(TensorFile):
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as transformers has it; quantised ones as bytes, uint8 [N, bytes of a row].
-        Columns of quantised ones are in the file's order."""
+
+        Columns of quantised ones are in the file's order.
+        """
         stored = self.tensors[name]
         assert isinstance(stored, GgufTensor)
         change = stored.change
