@@ -8,8 +8,11 @@ from mtpc.errors import BackendError
 
 
 def check_device() -> None:
-    """Check that torch can use a GPU. Raises BackendError: it cannot; the message says why and what
-    to do."""
+    """Check that torch can use a GPU.
+
+    Raises:
+        BackendError: it cannot; the message says why and what to do.
+    """
     if torch.cuda.is_available():
         return
     hip, cuda = torch.version.hip, torch.version.cuda

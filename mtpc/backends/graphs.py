@@ -161,7 +161,10 @@ def static_tensors(graph: StepGraph) -> dict[str, Tensor]:
 
 def check_addresses(graph: StepGraph, captured: Mapping[str, int]) -> None:
     """Check that the tensors of a step are still where they were at capture, by data pointers.
-    Raises CaptureError: a tensor has another address."""
+
+    Raises:
+        CaptureError: a tensor has another address.
+    """
     tensors = static_tensors(graph)
     for name, address in captured.items():
         if tensors[name].data_ptr() != address:

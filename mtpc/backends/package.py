@@ -120,7 +120,11 @@ def signature_bytes(signature: str) -> int:
 
 
 def sized(form: str, sizes: Mapping[str, int]) -> str:
-    """A signature with numbers for its open sizes. Raises BackendError: it is no signature."""
+    """A signature with numbers for its open sizes.
+
+    Raises:
+        BackendError: it is no signature.
+    """
     found = re.fullmatch(r"(\w+)\[([^\]]*)\]\(([^)]*)\)", form)
     if found is None:
         raise BackendError(f"{form[:60]!r} is no signature of a tensor; run `mtpc cache verify`")

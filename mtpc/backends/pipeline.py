@@ -106,8 +106,12 @@ def select_passes(
     buffer_names: Mapping[int, str] = NO_NAMES,
     sharding: Sharding | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes of `full_pipeline` that a plan chooses, and those that a `backend` enables. Raises
-    OptionError: an unknown name, a required pass disabled, or one enabled that lacks its option."""
+    """The passes of `full_pipeline` that a plan chooses, and those that a `backend` enables.
+
+    Raises:
+        OptionError: an unknown name, a required pass disabled, or one enabled that lacks its
+            option.
+    """
     disabled, enabled = plan.disabled_passes, (*plan.enabled_passes, *backend)
     usual = full_pipeline(plan, buffer_names, sharding, for_gpus=False)
     for_gpus = not {*disabled, *enabled} <= {step.name for step in usual}

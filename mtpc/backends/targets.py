@@ -57,7 +57,11 @@ TARGETS = {
 
 
 def parse_target(name: str) -> Target:
-    """The target of a name. Raises OptionError: the name is unknown."""
+    """The target of a name.
+
+    Raises:
+        OptionError: the name is unknown.
+    """
     found = TARGETS.get(re.sub(r"^cuda:sm_?", "cuda:", name.strip().lower()))
     if found is None:
         raise OptionError(f"unknown target {name!r}; expected one of {', '.join(TARGETS)}")

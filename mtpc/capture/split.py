@@ -46,8 +46,11 @@ class SplitStep:
 
 
 def split_step(graph: StepGraph) -> SplitStep:
-    """Cut a flat step graph, a decode or prefill step with K >= 1 after the passes, in two. Raises
-    GraphError: the graph is not flat, makes no drafts, or makes copies."""
+    """Cut a flat step graph, a decode or prefill step with K >= 1 after the passes, in two.
+
+    Raises:
+        GraphError: the graph is not flat, makes no drafts, or makes copies.
+    """
     if not graph.is_flat:
         raise GraphError(
             f"{graph.key} still has pieces; expected a flat graph: run the passes first"

@@ -12,8 +12,11 @@ from mtpc.certificate.sums import NONE, ONE, SLOT, Sum
 
 
 def kernel(c: Checker) -> Any:
-    """The results: of the rows' requests alone, if every argument is. Raises RefusedError: it emits
-    something else, or keeps it, or writes to places that it may not."""
+    """The results: of the rows' requests alone, if every argument is.
+
+    Raises:
+        RefusedError: it emits something else, or keeps it, or writes to places that it may not.
+    """
     spots = c.at("slot_mapping")
     if isinstance(spots, Value) and "kept" not in spots.facts:
         raise RefusedError(spots.why or f"{c.op} ({c.name}) writes to {spots}: not masked places")

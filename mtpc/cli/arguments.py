@@ -50,8 +50,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the user gave. Raises OptionError: the user gave some,
-    and `--no-sampling`."""
+    """The fields of `SamplingParams` that the user gave.
+
+    Raises:
+        OptionError: the user gave some, and `--no-sampling`.
+    """
     named = {name: getattr(args, name, None) for name, *_ in _SAMPLING}
     given = {name: value for name, value in named.items() if value is not None}
     if given and args.sampling is False:

@@ -66,8 +66,11 @@ def _store(args: argparse.Namespace) -> EntryStore:
 
 
 def examine(store: EntryStore) -> Iterator[Row]:
-    """Yield every entry, after checking its files and comparing its key with this machine's. Raises
-    CacheError: another user could have written the cache."""
+    """Yield every entry, after checking its files and comparing its key with this machine's.
+
+    Raises:
+        CacheError: another user could have written the cache.
+    """
     here = {"format": str(FORMAT), **environment_fields(), **machine_fields()}
     for digest in store.digests():
         try:

@@ -67,8 +67,11 @@ class Chat:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, is_interactive: bool) -> None:
-        """Answer each message of the standard input, until it ends. Raises MtpcError: a message
-        cannot be answered. In a terminal the error is shown instead."""
+        """Answer each message of the standard input, until it ends.
+
+        Raises:
+            MtpcError: a message cannot be answered. In a terminal the error is shown instead.
+        """
         for text in _typed() if is_interactive else _piped():
             if not text.strip() or (is_interactive and self._obeys(text.strip())):
                 continue

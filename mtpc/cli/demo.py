@@ -22,8 +22,11 @@ BENCH_PROMPTS = (
 
 
 def chosen_checkpoint(given: Path | None) -> Path:
-    """The directory of the checkpoint that a command was given, or the demo model's. Raises
-    CheckpointError: the directory does not exist; or see `find_directory`, `demo`."""
+    """The directory of the checkpoint that a command was given, or the demo model's.
+
+    Raises:
+        CheckpointError: the directory does not exist; or see `find_directory`, `demo`.
+    """
     directory = demo_checkpoint() if given is None else find_directory(given)
     if not directory.exists():
         raise no_checkpoint(directory)
@@ -31,8 +34,11 @@ def chosen_checkpoint(given: Path | None) -> Path:
 
 
 def chosen_prompts(args: argparse.Namespace) -> list[Any]:
-    """The prompts of a command that measures acceptance; by default the demo model's. Raises
-    RequestError: a checkpoint is given, and no prompt."""
+    """The prompts of a command that measures acceptance; by default the demo model's.
+
+    Raises:
+        RequestError: a checkpoint is given, and no prompt.
+    """
     if args.checkpoint is not None and not args.prompts:
         raise RequestError(
             "no prompt is given; the number of accepted drafts depends on the text: give prompts "

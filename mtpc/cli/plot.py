@@ -16,8 +16,11 @@ _SPEED, _STEP = "#1f6f8b", "#57b0a6"
 
 
 def check_plot(path: Path) -> None:
-    """Check that a picture can be drawn, before measurements that take minutes. Raises OptionError:
-    the file's name ends otherwise, or matplotlib is not installed."""
+    """Check that a picture can be drawn, before measurements that take minutes.
+
+    Raises:
+        OptionError: the file's name ends otherwise, or matplotlib is not installed.
+    """
     if path.suffix not in SUFFIXES:
         raise OptionError(f"--plot is {path}; expected a file that ends in {' or '.join(SUFFIXES)}")
     if find_spec("matplotlib") is None:
@@ -28,7 +31,11 @@ def draw_plot(
     names: Sequence[str], rows: Sequence[Mapping[str, Any]], title: str, path: Path
 ) -> None:
     """Write the picture, a PNG or SVG file. `rows` are what `mtpc bench` measured of each variant;
-    speeds are shown over that of the first. Raises OptionError: the file cannot be written."""
+    speeds are shown over that of the first.
+
+    Raises:
+        OptionError: the file cannot be written.
+    """
     # Here: it takes longer to import than a short run.
     from matplotlib.figure import Figure
 

@@ -109,7 +109,11 @@ def is_other() -> bool:
 
 def follow(model: mtpc.SpecModel) -> bool:
     """In a rank other than 0, run what rank 0 runs until it closes its model. Returns whether this
-    is such a rank. Raises RankError: rank 0, or another rank, has ended."""
+    is such a rank.
+
+    Raises:
+        RankError: rank 0, or another rank, has ended.
+    """
     from mtpc.program.follow import FollowingProgram
 
     if isinstance(model.program, FollowingProgram):

@@ -118,8 +118,11 @@ def set_threads(requested: int | None, checkpoint: Path, ranks: int | None = Non
 
 
 def drafts(checkpoint: Path, given: dict[str, Any]) -> bool:
-    """Whether steps will draft, as it is planned; a log line says why not. Raises CheckpointError:
-    nothing drafts, and K is given."""
+    """Whether steps will draft, as it is planned; a log line says why not.
+
+    Raises:
+        CheckpointError: nothing drafts, and K is given.
+    """
     from mtpc.program.open_cache import plan_model
 
     asked = {name: value for name, value in given.items() if name in ("draft", "spec_tokens")}

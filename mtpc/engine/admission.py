@@ -83,8 +83,11 @@ def check_request(request: Request, options: Plan, vocab_size: int, num_pages: i
 
 
 def check_images(request: Request, program: Program) -> None:
-    """Refuse a request whose images a program cannot take. Raises RequestError: the program was
-    compiled without images, or they do not fit."""
+    """Refuse a request whose images a program cannot take.
+
+    Raises:
+        RequestError: the program was compiled without images, or they do not fit.
+    """
     images = request.images
     if images is None:
         return
@@ -110,8 +113,11 @@ def _check_ids(what: str, ids: Sequence[object], vocab_size: int) -> None:
 
 
 def token_ids(name: str, ids: Any) -> list[int]:
-    """The ids of an argument as a list of integers. `check_request` looks at their range. Raises
-    RequestError: `ids` is no sequence of integers. The message begins with `name`."""
+    """The ids of an argument as a list of integers. `check_request` looks at their range.
+
+    Raises:
+        RequestError: `ids` is no sequence of integers. The message begins with `name`.
+    """
     values = ids.tolist() if isinstance(ids, torch.Tensor) and ids.dim() == 1 else ids
     if isinstance(values, (str, *UNORDERED)) or not isinstance(values, Iterable):
         raise RequestError(f"{name} is {shown(ids)}; expected token ids, such as [1, 2]")

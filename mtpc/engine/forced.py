@@ -65,8 +65,11 @@ def scoring_request(token_ids: Sequence[int], start: int, top: int, vocab_size: 
 
 
 def score(engine: Engine, requests: Sequence[Request]) -> list[list[TokenLogprobs]]:
-    """Run scoring requests; returns the entries of each. Raises RequestError: see `Engine.add`; the
-    model was compiled without sampling or token_mask."""
+    """Run scoring requests; returns the entries of each.
+
+    Raises:
+        RequestError: see `Engine.add`; the model was compiled without sampling or token_mask.
+    """
     check_all(engine, requests)
     entries: list[list[TokenLogprobs]] = [[] for _ in requests]
     for output in stream(engine, requests, [None] * len(requests)):

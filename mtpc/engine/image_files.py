@@ -89,8 +89,11 @@ def _check_scans(file: io.BytesIO, what: str) -> None:
 
 
 def read_data_url(url: str, what: str) -> bytes:
-    """The bytes in a data URL; nothing is ever fetched. Raises RequestError: the URL is of another
-    kind, or its base64 is broken."""
+    """The bytes in a data URL; nothing is ever fetched.
+
+    Raises:
+        RequestError: the URL is of another kind, or its base64 is broken.
+    """
     head = _DATA_URL.match(url)
     if head is None:
         shown = url[:40] + ("..." if len(url) > 40 else "")

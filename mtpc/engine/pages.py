@@ -30,15 +30,22 @@ class FreeList:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free slot. Raises CapacityError: no slot is free."""
+        """Take a free slot.
+
+        Raises:
+            CapacityError: no slot is free.
+        """
         if not self._free:
             raise CapacityError(f"all {self.count} request slots are taken")
         self._held.add(self._free[-1])
         return self._free.pop()
 
     def give_back(self, slot: int) -> None:
-        """Return a slot. Raises CapacityError: the slot is not taken, which is a bug of the
-        caller."""
+        """Return a slot.
+
+        Raises:
+            CapacityError: the slot is not taken, which is a bug of the caller.
+        """
         if slot not in self._held:
             raise CapacityError(f"request slot {slot} was returned but is not taken")
         self._held.remove(slot)
@@ -85,8 +92,11 @@ class PagePool:
         return self._users[page]
 
     def take(self, count: int) -> list[int]:
-        """Take `count` pages, each with one user. Their content is undefined. Raises CapacityError:
-        fewer pages are free. Then no page is taken."""
+        """Take `count` pages, each with one user. Their content is undefined.
+
+        Raises:
+            CapacityError: fewer pages are free. Then no page is taken.
+        """
         if count > self.num_free:
             raise CapacityError(f"{count} KV pages asked for, {self.num_free} of {self.count} free")
         taken = []
@@ -103,8 +113,11 @@ class PagePool:
         return taken
 
     def share(self, pages: list[int]) -> None:
-        """Add one user to each page. Raises CapacityError: the index does not know a page's
-        content, which is a bug of the caller."""
+        """Add one user to each page.
+
+        Raises:
+            CapacityError: the index does not know a page's content, which is a bug of the caller.
+        """
         for page in pages:
             if page not in self.index:
                 raise CapacityError(f"KV page {page} is to be shared, but its content is unknown")

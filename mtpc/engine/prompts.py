@@ -52,7 +52,10 @@ _OTHER_NAMES = {
 
 def is_single(prompts: Any) -> bool:
     """Whether `prompts` is one prompt: text, a list of ids or messages, or a tensor [length].
-    Raises RequestError: `prompts` is neither a prompt nor a sequence."""
+
+    Raises:
+        RequestError: `prompts` is neither a prompt nor a sequence.
+    """
     if isinstance(prompts, str):
         return True
     is_scalar = isinstance(prompts, torch.Tensor) and prompts.dim() == 0
@@ -155,8 +158,12 @@ def sampling_each(
 def grammar_each(
     grammar: Grammar | Sequence[Grammar | None] | None, count: int
 ) -> list[Grammar | None]:
-    """The grammar of each of `count` prompts, or None. Raises RequestError: the number of grammars
-    is not `count`; or two prompts have the same object, which can follow only one text."""
+    """The grammar of each of `count` prompts, or None.
+
+    Raises:
+        RequestError: the number of grammars is not `count`; or two prompts have the same object,
+            which can follow only one text.
+    """
     if not isinstance(grammar, list | tuple):
         each: list[Grammar | None] = [cast("Grammar | None", grammar)] * count
     elif len(grammar) == count:

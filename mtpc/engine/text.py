@@ -136,7 +136,10 @@ class TextAssembler:
 
 def stop_strings(stop: Any) -> tuple[str, ...]:
     """Check the argument `stop`, a string, a sequence or None, and return its strings as a tuple.
-    Raises RequestError: `stop` is something else, or a string is empty."""
+
+    Raises:
+        RequestError: `stop` is something else, or a string is empty.
+    """
     if stop is None:
         return ()
     strings = (stop,) if isinstance(stop, str) else stop

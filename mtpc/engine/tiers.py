@@ -261,7 +261,11 @@ def to_json(costs: Costs) -> bytes:
 
 
 def from_json(data: bytes) -> Costs:
-    """The reverse of `to_json`. Raises ValueError: the text is anything else."""
+    """The reverse of `to_json`.
+
+    Raises:
+        ValueError: the text is anything else.
+    """
     try:
         costs = {
             (int(num_reqs), int(length)): {int(k): (float(s), bool(known)) for k, s, known in cell}

@@ -76,8 +76,11 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy texts, each ended by the task's stop strings. Raises OptionError: a task asks for
-        sampled text."""
+        """Greedy texts, each ended by the task's stop strings.
+
+        Raises:
+            OptionError: a task asks for sampled text.
+        """
         prompts, limits, stops = [], [], []
         for context, options in (request.args for request in requests):
             if options.get("do_sample") and options.get("temperature", 1.0):
@@ -96,7 +99,10 @@ class HarnessModel(TemplateLM):
 
 def find_tasks(name: str) -> list[Any]:
     """Look up tasks by name, or the task in a .yaml file, for the harness's `simple_evaluate`.
-    Raises OptionError: the harness knows no such task."""
+
+    Raises:
+        OptionError: the harness knows no such task.
+    """
     if Path(name).is_file():
         return [str(Path(name).resolve())]
     found = TaskManager().match_tasks(name.split(","))

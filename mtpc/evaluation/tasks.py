@@ -33,8 +33,12 @@ class Question:
 
 
 def read_task(path: Path, limit: int | None = None) -> list[Question]:
-    """Read the questions of a file. With `limit`, only so many. Raises OptionError: the file cannot
-    be read or has no question, or a line (named by its number) is not a question."""
+    """Read the questions of a file. With `limit`, only so many.
+
+    Raises:
+        OptionError: the file cannot be read or has no question, or a line (named by its number) is
+            not a question.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -44,8 +44,11 @@ def is_size_text(value: object) -> bool:
 
 
 def size_of(size: Size, sizes: Mapping[str, int]) -> int:
-    """The number of a size, which may be text in the open sizes. Raises CacheError: the text is not
-    a size."""
+    """The number of a size, which may be text in the open sizes.
+
+    Raises:
+        CacheError: the text is not a size.
+    """
     if isinstance(size, int):
         return size
     if not is_size_text(size):

@@ -44,8 +44,11 @@ class DFlash2Config:
 
     @classmethod
     def read(cls, entries: Mapping[str, Any], hidden: int, size: int, where: Any) -> DFlash2Config:
-        """From the entries of a drafter of width `hidden` with `size` tokens. Raises
-        CheckpointError: an entry is missing, or does not fit."""
+        """From the entries of a drafter of width `hidden` with `size` tokens.
+
+        Raises:
+            CheckpointError: an entry is missing, or does not fit.
+        """
         bounds = {"conv_kernel_size": None, "conv_group_size": hidden}
         bounds |= {"selector_rank": None, "selector_top_k": size}
         for name, bound in bounds.items():

@@ -254,7 +254,11 @@ class Pairing:
         return found
 
     def check_mask(self, given: Any) -> int:
-        """The mask's token of a drafter. Raises CheckpointError: it is no token."""
+        """The mask's token of a drafter.
+
+        Raises:
+            CheckpointError: it is no token.
+        """
         size = self.target.vocab_size
         if type(given) is not int or not 0 <= given < size:
             raise CheckpointError(

@@ -205,8 +205,11 @@ class ModelFamily:
         return {f"^{re.escape(stored)}": own for own, stored in inside}
 
     def wired(self, rules: Rules) -> ModelFamily:
-        """This family with other rules for its MTP layers. Raises OptionError: a rule has no
-        meaning for these layers."""
+        """This family with other rules for its MTP layers.
+
+        Raises:
+            OptionError: a rule has no meaning for these layers.
+        """
         if not rules:
             return self
         only = self.wiring.only_rules
@@ -236,7 +239,10 @@ def layers_after(config: Any, count: int | None = None, **kinds: str) -> Any:
 
 def check_computed(entries: Mapping[str, Any], computed: Mapping[str, Any]) -> None:
     """Check entries of config.json by `ModelFamily.computed`. An absent or null one is right.
-    Raises UnsupportedModelError: one asks for what is not computed."""
+
+    Raises:
+        UnsupportedModelError: one asks for what is not computed.
+    """
     for name, value in computed.items():
         found: Any = entries
         for part in name.split("."):

@@ -77,8 +77,11 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
 
 
 def norm_after(decoder: nn.Module, layers: nn.ModuleList) -> str:
-    """The name of the norm that a decoder has after its layers. Raises UnsupportedModelError: it
-    has none."""
+    """The name of the norm that a decoder has after its layers.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
     names = [name for name, child in decoder.named_children() if "norm" in name or "ln_f" in name]
     if not names:
         raise UnsupportedModelError(

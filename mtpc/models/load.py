@@ -151,8 +151,11 @@ class LoadedModel:
         return max(len(self.mtp_layers) - 1, 0)
 
     def with_kv_cache(self, name: str, shifts_keys: bool = True) -> LoadedModel:
-        """This model with page pools of K and V of a `CompileOptions.kv_cache_dtype`. Raises
-        UnsupportedModelError: no layer has such pools."""
+        """This model with page pools of K and V of a `CompileOptions.kv_cache_dtype`.
+
+        Raises:
+            UnsupportedModelError: no layer has such pools.
+        """
         dtype = CODE_DTYPES[name]
         if (dtype, shifts_keys) == (self.kv_cache_dtype, self.shifts_keys):
             return self
@@ -300,8 +303,11 @@ def load(
 
 
 def family_of(file: ConfigFile) -> ModelFamily:
-    """The family that serves a checkpoint. Raises UnsupportedModelError: no family does; the
-    message names its config.json."""
+    """The family that serves a checkpoint.
+
+    Raises:
+        UnsupportedModelError: no family does; the message names its config.json.
+    """
     try:
         return find_family(file.config.get("architectures") or [], file.text_config)
     except UnsupportedModelError as error:

@@ -100,8 +100,11 @@ class Observer:
         )
 
     def attend(self, module: Any, key: Tensor, value: Tensor, window: int) -> None:
-        """Note an attention call. Raises UnsupportedModelError: it attends to something else than
-        what the layer keeps."""
+        """Note an attention call.
+
+        Raises:
+            UnsupportedModelError: it attends to something else than what the layer keeps.
+        """
         layer = module.layer_idx
         if layer not in self.kept:
             raise UnsupportedModelError(f"layer {layer} attends to keys that it does not keep")

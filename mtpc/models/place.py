@@ -10,8 +10,11 @@ from mtpc.models.mtp_layers import share_copies
 
 
 def place(loaded: LoadedModel, device: str) -> LoadedModel:
-    """Move a model that mtpc owns, whose modules are changed, to a device. Raises OptionError: the
-    user's model object is on another device; mtpc does not move it."""
+    """Move a model that mtpc owns, whose modules are changed, to a device.
+
+    Raises:
+        OptionError: the user's model object is on another device; mtpc does not move it.
+    """
     here, there = loaded.target.get_input_embeddings().weight.device, torch.device(device)
     if here.type == there.type and there.index in (None, here.index):
         return loaded

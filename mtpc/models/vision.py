@@ -29,8 +29,11 @@ _LOADING = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatc
 
 
 def image_buffers(loaded: LoadedModel) -> tuple[BufferSpec, ...]:
-    """Buffers that images add to a model's steps. Raises UnsupportedModelError: the model takes no
-    images."""
+    """Buffers that images add to a model's steps.
+
+    Raises:
+        UnsupportedModelError: the model takes no images.
+    """
     family, checkpoint = loaded.family, loaded.checkpoint
     if family.vision is None:
         from mtpc.models import FAMILIES  # Not above: that opens them all.
@@ -106,7 +109,11 @@ class VisionTower:
 
     def split(self, made: Mapping[str, Any], tokens: Mapping[str, int]) -> list[ImagePatches]:
         """What the processor made, image by image. `tokens` are ids of the tokenizer's own tokens,
-        by their text. Raises CheckpointError: the tokenizer lacks a mark."""
+        by their text.
+
+        Raises:
+            CheckpointError: the tokenizer lacks a mark.
+        """
         raise NotImplementedError
 
     def positions(self, is_image: Tensor, images: list[ImagePatches]) -> tuple[Tensor, int]:
@@ -182,8 +189,11 @@ _TOWERS = {"grids": GridTower, "crops": CropTower}
 def open_tower(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str
 ) -> VisionTower:
-    """The vision tower of a checkpoint, of which `image_buffers` knows that there is one. Raises
-    CheckpointError: see `VisionTower`."""
+    """The vision tower of a checkpoint, of which `image_buffers` knows that there is one.
+
+    Raises:
+        CheckpointError: see `VisionTower`.
+    """
     vision = find_family(checkpoint.config.get("architectures") or []).vision
     assert vision is not None
     return _TOWERS[vision.takes](checkpoint, vision, dtype, device)

@@ -48,16 +48,22 @@ class Call:
 
     @property
     def cut(self) -> int:
-        """The dimension along which the first input is cut, if no other input is. Raises
-        NeedsWholeError: another input is cut."""
+        """The dimension along which the first input is cut, if no other input is.
+
+        Raises:
+            NeedsWholeError: another input is cut.
+        """
         if self.first not in self.held or any(n in self.held for n in self.inputs[1:]):
             raise NeedsWholeError
         return self.held[self.first]
 
     @property
     def common_cut(self) -> int:
-        """The dimension along which every input is cut. Raises NeedsWholeError: the inputs are not
-        cut alike."""
+        """The dimension along which every input is cut.
+
+        Raises:
+            NeedsWholeError: the inputs are not cut alike.
+        """
         cuts = {self.held.get(node) for node in self.inputs}
         cut = cuts.pop()
         if cuts or cut is None:
@@ -67,7 +73,10 @@ class Call:
 
 def follow(call: Call) -> int:
     """The dimension of the result that is cut. Sizes in the call's arguments become a part's.
-    Raises NeedsWholeError: the call has no rule, or needs the whole."""
+
+    Raises:
+        NeedsWholeError: the call has no rule, or needs the whole.
+    """
     if call.node.target is GETITEM:
         return call.cut  # All entries of a result are cut alike.
     rule = _BY_DIMS.get(traits_of(call.node.target).dims)

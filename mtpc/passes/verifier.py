@@ -77,8 +77,11 @@ def check_row_demands(graph: StepGraph, pass_name: str) -> None:
 
 
 def check_operators(graph: StepGraph, pass_name: str) -> None:
-    """Check that all calls are operator overloads and that none makes the host wait. Raises
-    GraphError: a node calls something else, or an operator whose result the host must read."""
+    """Check that all calls are operator overloads and that none makes the host wait.
+
+    Raises:
+        GraphError: a node calls something else, or an operator whose result the host must read.
+    """
     for node in graph.graph.nodes:
         allowed = node.op in ("get_attr", "output") or node.target is operator.getitem
         if not allowed and not isinstance(node.target, torch._ops.OpOverload):
@@ -103,8 +106,11 @@ def _indexes_by_integer(node: fx.Node) -> bool:
 
 
 def check_writers(graph: StepGraph, effects: Effects, pass_name: str) -> None:
-    """Check that the step writes no weight and no buffer that only the host writes. Raises
-    GraphError: a node writes one."""
+    """Check that the step writes no weight and no buffer that only the host writes.
+
+    Raises:
+        GraphError: a node writes one.
+    """
     for node in graph.graph.nodes:
         for root in effects.writes[node]:
             if not isinstance(root, str):
@@ -140,7 +146,10 @@ def effect_trace(graph: fx.Graph, effects: Effects) -> EffectTrace:
 
 def check_values(graph: StepGraph, pass_name: str) -> None:
     """Run every node again on fake tensors, and compare shape, dtype and aliases to its metadata.
-    Raises GraphError: a node fails, or differs from its metadata."""
+
+    Raises:
+        GraphError: a node fails, or differs from its metadata.
+    """
     memory: dict[int, int] = {}
     last = "its first node"
     try:

@@ -65,7 +65,11 @@ class Bodies:
             self._held.discard(body)
 
     def add(self, body: HeldBody, count: int) -> None:
-        """Count new bytes of a body. Raises ApiError: 429, the body has made room for others."""
+        """Count new bytes of a body.
+
+        Raises:
+            ApiError: 429, the body has made room for others.
+        """
         body.size += 0 if body.is_dropped else count
         while sum(held.size for held in self._held) > self._most_bytes:
             arriving = (held for held in self._held if held.is_arriving)
@@ -120,8 +124,11 @@ class Bodies:
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse a body. Raises ApiError: 400 (the body is not JSON or not UTF-8); 413 (it has too many
-    values)."""
+    """Parse a body.
+
+    Raises:
+        ApiError: 400 (the body is not JSON or not UTF-8); 413 (it has too many values).
+    """
     marks = sum(map(body.count, (b",", b"[", b"{", b"\\"))) if len(body) > MOST_MARKS else 0
     if marks > MOST_MARKS:
         message = f"the body has {marks} commas, brackets and backslashes; expected at most"

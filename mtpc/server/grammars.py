@@ -35,8 +35,11 @@ class Matcher:
         self._matcher.rollback(count)
 
     def check(self) -> None:
-        """Raise if the library has given up: it has limits, which only some texts reach. Raises
-        ApiError: 400, with the library's words."""
+        """Raise if the library has given up: it has limits, which only some texts reach.
+
+        Raises:
+            ApiError: 400, with the library's words.
+        """
         if self._matcher.is_error():
             reason = self._matcher.get_error().strip().splitlines()[0]
             message = f"{self._param} cannot be followed: {reason}"
@@ -47,8 +50,11 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._param)
 
     def try_out(self, vocab_size: int) -> None:
-        """Take a token that may come first, so that most limits are found before any step. Raises
-        ApiError: 400, see `check`."""
+        """Take a token that may come first, so that most limits are found before any step.
+
+        Raises:
+            ApiError: 400, see `check`.
+        """
         words = torch.full((-(-vocab_size // 32),), -1, dtype=torch.int32)
         self.fill_mask(words)
         for place in words.nonzero().flatten()[:1].tolist():

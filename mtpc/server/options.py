@@ -154,7 +154,11 @@ def require_packages(
     user: str = "the server", names: Sequence[str] = _NEEDED, extra: str = "serve"
 ) -> None:
     """Check that packages of an extra of mtpc, which `user` needs, are installed, before a
-    compilation takes minutes. Raises ServingError: one is not installed."""
+    compilation takes minutes.
+
+    Raises:
+        ServingError: one is not installed.
+    """
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         raise ServingError(

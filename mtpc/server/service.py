@@ -70,8 +70,11 @@ class Service:
 
     @cached_property
     def conversations(self) -> Conversations:
-        """Turns chat requests into prompts, grammars and parsers. Raises ApiError: 400, the model
-        has no chat template."""
+        """Turns chat requests into prompts, grammars and parsers.
+
+        Raises:
+            ApiError: 400, the model has no chat template.
+        """
         if self._template is None:
             raise ApiError(
                 400,
@@ -94,8 +97,11 @@ class Service:
     def encode(
         self, prompts: Sequence[str | list[int]], special_tokens: bool = True
     ) -> list[list[int]]:
-        """The token ids of prompts; if a text is too long, none is tokenised. Raises ApiError: 400,
-        a text is far too long."""
+        """The token ids of prompts; if a text is too long, none is tokenised.
+
+        Raises:
+            ApiError: 400, a text is far too long.
+        """
         longest = self.engine.engine.longest
         most = max(MIN_CHARS, CHARS_PER_TOKEN * longest)
         for prompt in prompts:
@@ -111,7 +117,10 @@ class Service:
 
     def matchers(self, lark: str | None, param: str, count: int) -> Sequence[Matcher]:
         """The grammars of `count` texts; none without `lark`, which comes from the field `param`.
-        Raises ApiError: 400, the model was compiled without masks, or the grammar is invalid."""
+
+        Raises:
+            ApiError: 400, the model was compiled without masks, or the grammar is invalid.
+        """
         if lark is None:
             return ()
         if not self.engine.engine.options.token_mask:
@@ -126,8 +135,11 @@ class Service:
             log.info("requests have fields that change no answer here: %s", ", ".join(sorted(new)))
 
     def check_ready(self) -> None:
-        """Check that the server can serve requests. Raises ApiError: 503, the server is shutting
-        down or its engine has failed."""
+        """Check that the server can serve requests.
+
+        Raises:
+            ApiError: 503, the server is shutting down or its engine has failed.
+        """
         if self.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
         if self.engine.has_ended:

@@ -11,8 +11,11 @@ from mtpc.errors import CheckpointError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write within the block, which then takes the place of `path`. Raises
-    CheckpointError: it cannot be written; nothing is left of it."""
+    """A file to write within the block, which then takes the place of `path`.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing is left of it.
+    """
     scratch = path.with_suffix(".new")
     try:
         yield scratch

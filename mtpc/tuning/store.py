@@ -71,7 +71,11 @@ class Chunks:
         tell: Callable[[float], None] = lambda share: None,
     ) -> None:
         """Make the chunks that are missing: of the rows of each, tensors [rows, ...]. `tell` gets
-        the share that is done. Raises CheckpointError: a chunk cannot be written."""
+        the share that is done.
+
+        Raises:
+            CheckpointError: a chunk cannot be written.
+        """
         count = len(self._given)
         for chunk, start in enumerate(range(0, count, CHUNK_ROWS)):
             if not self._is_made(chunk):
@@ -81,8 +85,11 @@ class Chunks:
                     save_tensors({n: t.contiguous() for n, t in tensors.items()}, scratch)
 
     def get(self, name: str, rows: Tensor) -> Tensor:
-        """Rows of a tensor, by their numbers [B]: [B, ...]. Raises CheckpointError: a chunk is
-        damaged."""
+        """Rows of a tensor, by their numbers [B]: [B, ...].
+
+        Raises:
+            CheckpointError: a chunk is damaged.
+        """
         found = [self._file(row // CHUNK_ROWS, name, row % CHUNK_ROWS) for row in rows.tolist()]
         return torch.stack(found)
 

@@ -169,7 +169,10 @@ class Checkpoint(CheckpointFiles):
 
     def check_dtype(self) -> None:
         """Refuse weights of another dtype than config.json announces: loading would round them.
-        Raises CheckpointError: most of the weights have another dtype."""
+
+        Raises:
+            CheckpointError: most of the weights have another dtype.
+        """
         announced, usual = self.announced_dtype, self._usual_dtype
         if not self._quantised and announced not in (None, usual):
             raise CheckpointError(
@@ -257,8 +260,11 @@ class Checkpoint(CheckpointFiles):
 
 
 def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
-    """A target's checkpoint, with a drafter's where there is one. Raises CheckpointError: as
-    `mtpc.weights.paired_checkpoint.PairedCheckpoint`."""
+    """A target's checkpoint, with a drafter's where there is one.
+
+    Raises:
+        CheckpointError: as `mtpc.weights.paired_checkpoint.PairedCheckpoint`.
+    """
     if not draft:
         return Checkpoint(directory)
     from mtpc.weights.paired_checkpoint import PairedCheckpoint  # Not above: few have a drafter.
@@ -306,7 +312,11 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
 
 def refuse_not_finite(bad: list[str], what: str) -> None:
     """Raise one error for all tensors that hold NaN or infinity, if there are any. `bad` has their
-    names, and `what` says what they belong to. Raises CheckpointError: `bad` is not empty."""
+    names, and `what` says what they belong to.
+
+    Raises:
+        CheckpointError: `bad` is not empty.
+    """
     if bad:
         raise CheckpointError(
             f"{what}: {len(bad)} tensor(s) hold NaN or infinity: {listing(bad)}; expected finite "

@@ -49,7 +49,10 @@ _OF_BOTH = ("eos_token_id", "tie_word_embeddings")
 
 def weight_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those that its index names, there or not; or all.
-    Raises CheckpointError: the index is damaged."""
+
+    Raises:
+        CheckpointError: the index is damaged.
+    """
     index = directory / INDEX
     if os.path.isfile(index):
         return [directory / name for name in shard_names(read_json(index), index)]
@@ -58,8 +61,11 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether a path leads to a directory. Raises CheckpointError: the system refuses the path: it
-    is too long, or may not be searched."""
+    """Whether a path leads to a directory.
+
+    Raises:
+        CheckpointError: the system refuses the path: it is too long, or may not be searched.
+    """
     try:
         return path.is_dir()
     except OSError as error:
@@ -70,8 +76,11 @@ def is_directory(path: Path) -> bool:
 
 
 def place_of(source: Path) -> Path:
-    """The path itself, if it leads anywhere; else, of an id of the hub, its snapshot's. Raises
-    CheckpointError: as `mtpc.weights.hub.find_directory`."""
+    """The path itself, if it leads anywhere; else, of an id of the hub, its snapshot's.
+
+    Raises:
+        CheckpointError: as `mtpc.weights.hub.find_directory`.
+    """
     if is_directory(source) or source.exists():
         return source
     from mtpc.weights.hub import find_directory  # Not above: few starts have an id.

@@ -17,7 +17,11 @@ from mtpc.weights.plain_file import file_digest, file_status, open_plain, replac
 
 def content_digest(paths: Iterable[Path], memory: Path) -> str:
     """One digest of the contents of files, whatever their names. The file `memory` keeps their
-    digests; it need not exist, and need not be writable. Raises OSError: a file cannot be read."""
+    digests; it need not exist, and need not be writable.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
     known = _read(memory)
     found = {file_status(path): path for path in paths}
     digests = {status: known.get(status) or file_digest(path) for status, path in found.items()}

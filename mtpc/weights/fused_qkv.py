@@ -33,8 +33,11 @@ class QkvRows:
 
 
 def qkv_chunks(config: Mapping[str, Any]) -> int:
-    """Number of chunks of fused projections by a language model's config; 0: none are fused. Raises
-    CheckpointError: the config names another layout."""
+    """Number of chunks of fused projections by a language model's config; 0: none are fused.
+
+    Raises:
+        CheckpointError: the config names another layout.
+    """
     layout = config.get(QKV_LAYOUT) or "split"
     if layout not in ("split", "fused_qkv"):
         raise CheckpointError(
@@ -46,8 +49,11 @@ def qkv_chunks(config: Mapping[str, Any]) -> int:
 def find_fused_qkv(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 ) -> dict[str, QkvRows]:
-    """Name of each projection -> its rows in a fused tensor. Raises CheckpointError: a fused tensor
-    has another number of rows than the config announces."""
+    """Name of each projection -> its rows in a fused tensor.
+
+    Raises:
+        CheckpointError: a fused tensor has another number of rows than the config announces.
+    """
     chunks, found = qkv_chunks(config), {}
     for name, stored in tensors.items() if chunks else ():
         match = _FUSED.fullmatch(name)

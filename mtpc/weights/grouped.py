@@ -340,8 +340,11 @@ def unpack_scales(packed: Tensor, features: int) -> Tensor:
 
 
 def form_of(inputs: int, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> GroupForm:
-    """The form of packed codes and scales of so many inputs, from their dtype and shapes. Raises
-    ValueError: they have none."""
+    """The form of packed codes and scales of so many inputs, from their dtype and shapes.
+
+    Raises:
+        ValueError: they have none.
+    """
     steps, count = codes.shape[-3], scales.shape[-2]
     kinds: tuple[Kind, ...] = (
         ("float8",) if codes.dtype == torch.float8_e4m3fn

@@ -42,8 +42,11 @@ _LOOPED = re.compile(r"(num_\w*layers|n_layers?|num_layers?|first_k_dense_replac
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError: the file cannot be read, is too large, or
-    holds anything but one object."""
+    """The object in a JSON file.
+
+    Raises:
+        CheckpointError: the file cannot be read, is too large, or holds anything but one object.
+    """
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
@@ -71,8 +74,11 @@ def kind_of(value: Any) -> str:
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse entries of config.json that have the wrong type or cannot be a size. Raises
-    CheckpointError: an entry is wrong."""
+    """Refuse entries of config.json that have the wrong type or cannot be a size.
+
+    Raises:
+        CheckpointError: an entry is wrong.
+    """
     names = config.get("architectures")
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if names is not None and not is_list:
@@ -126,16 +132,22 @@ def check_counts(config: Mapping[str, Any], path: Path, num_tensors: int | None 
 
 
 def check_ids(ids: Any, path: Path, name: str) -> None:
-    """Refuse an `eos_token_id` that is neither null nor one token id or several. Raises
-    CheckpointError: see above."""
+    """Refuse an `eos_token_id` that is neither null nor one token id or several.
+
+    Raises:
+        CheckpointError: see above.
+    """
     row = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in row):
         raise wrong(path, name, ids, "a token id, a list of token ids, or null")
 
 
 def shard_names(index: Mapping[str, Any], path: Path) -> list[str]:
-    """Names of the files that an index lists; all are below its directory. Raises CheckpointError:
-    the index has no such list, or a file's path leads out of the directory."""
+    """Names of the files that an index lists; all are below its directory.
+
+    Raises:
+        CheckpointError: the index has no such list, or a file's path leads out of the directory.
+    """
     listed = index.get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise wrong(path, "weight_map", listed, "an object: tensor name -> file name")

@@ -29,8 +29,11 @@ class Orders:
         self._arrangements: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def check_stored(self, name: str) -> None:
-        """Refuse to make a weight of one that a kernel has in an order of its own. Raises
-        GraphError: it is in another order."""
+        """Refuse to make a weight of one that a kernel has in an order of its own.
+
+        Raises:
+            GraphError: it is in another order.
+        """
         order = order_of(self._weights[name])
         if order:
             raise GraphError(

@@ -15,8 +15,12 @@ from mtpc.errors import RequestError
 
 
 def open_plain(path: Path, follow_links: bool = True) -> BufferedReader:
-    """A file to read. A pipe or a device is refused, and never waited for. Raises OSError: there is
-    no such file, it is not a plain file, or it is a link and `follow_links` is not set."""
+    """A file to read. A pipe or a device is refused, and never waited for.
+
+    Raises:
+        OSError: there is no such file, it is not a plain file, or it is a link and `follow_links`
+            is not set.
+    """
     flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     handle = os.open(path, flags)
     mode = os.fstat(handle).st_mode
@@ -34,15 +38,22 @@ def file_digest(path: Path) -> str:
 
 
 def file_status(path: Path) -> str:
-    """What changes whenever the content of a file does. Raises OSError: there is no such file."""
+    """What changes whenever the content of a file does.
+
+    Raises:
+        OSError: there is no such file.
+    """
     status = path.stat()
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return " ".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
 
 
 def read_text(path: Path, most: int = -1) -> str:
-    """The first `most` characters of a text that a user names; -1 is all. Raises RequestError: it
-    cannot be read, or is not in UTF-8."""
+    """The first `most` characters of a text that a user names; -1 is all.
+
+    Raises:
+        RequestError: it cannot be read, or is not in UTF-8.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             return file.read(most)
@@ -52,7 +63,10 @@ def read_text(path: Path, most: int = -1) -> str:
 
 def write_output(path: Path, data: bytes) -> None:
     """Write the file that a user names: whole, or not at all. A pipe or a device is written to.
-    Raises OSError: it cannot be written; nothing is left behind."""
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
     if path.exists() and not path.is_file():
         path.write_bytes(data)
     else:
@@ -60,8 +74,11 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file, whole or not at all, in place of whatever has its name, such as a link. Raises
-    OSError: it cannot be written; nothing is left behind."""
+    """Write a file, whole or not at all, in place of whatever has its name, such as a link.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
     scratch = path.with_name(f".mtpc-{secrets.token_hex(4)}")
     try:
         with scratch.open("xb") as file:
@@ -75,7 +92,10 @@ def replace(path: Path, data: bytes) -> None:
 
 def is_held(path: Path) -> bool:
     """Whether a process holds the lock of a directory; the system releases it when that ends.
-    Raises OSError: it is no directory, or the file system has no locks."""
+
+    Raises:
+        OSError: it is no directory, or the file system has no locks.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

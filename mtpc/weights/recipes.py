@@ -202,8 +202,11 @@ def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
 
 
 def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
-    """Shape and dtype of the tensor of a recipe that packs nothing; no value is read. Raises
-    TypeError: the recipe packs something."""
+    """Shape and dtype of the tensor of a recipe that packs nothing; no value is read.
+
+    Raises:
+        TypeError: the recipe packs something.
+    """
 
     def form(name: str) -> Tensor:
         held = tensor_of(name)

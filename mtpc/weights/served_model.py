@@ -149,8 +149,11 @@ class ServedModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether text can come in and go out. Raises CheckpointError: the tokenizer's files cannot
-        be read."""
+        """Whether text can come in and go out.
+
+        Raises:
+            CheckpointError: the tokenizer's files cannot be read.
+        """
         return self._backend is not None
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:

@@ -30,7 +30,11 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse a path that is taken. Raises OptionError: `out` exists."""
+    """Refuse a path that is taken.
+
+    Raises:
+        OptionError: `out` exists.
+    """
     if os.path.lexists(out):
         raise OptionError(f"{out} exists; expected the name of a new directory")
 

@@ -158,8 +158,11 @@ class StoredWeights:
         return held if may_be else None
 
     def check(self) -> None:
-        """Check the tensors that were read so far: all of them, once the steps are bound. Raises
-        CheckpointError: tensors hold NaN or infinity."""
+        """Check the tensors that were read so far: all of them, once the steps are bound.
+
+        Raises:
+            CheckpointError: tensors hold NaN or infinity.
+        """
         bad = {next(names(part)): None for part, finite in self._finite.items() if not finite}
         refuse_not_finite([*bad], str(self._checkpoint.directory))
 

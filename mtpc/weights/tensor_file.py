@@ -122,8 +122,11 @@ class StoredTensor:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
-    """Write a safetensors file. If it cannot be written, the error is the system's. Raises OSError:
-    the disk is full, or the file cannot be written."""
+    """Write a safetensors file. If it cannot be written, the error is the system's.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
     try:
         save_file(dict(tensors), path, metadata=metadata or None)
     except SafetensorError as error:
@@ -133,8 +136,11 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, **metadata: str) -> 
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A file in a private memory map, which is read and never written; it may exceed memory. Raises
-    CheckpointError: the file is empty, cannot be read, or finds no place in the address space."""
+    """A file in a private memory map, which is read and never written; it may exceed memory.
+
+    Raises:
+        CheckpointError: the file is empty, cannot be read, or finds no place in the address space.
+    """
     try:
         with open_plain(path) as file:
             if sys.platform != "linux":
@@ -185,7 +191,11 @@ class TensorFile:
         }
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor. Raises CheckpointError: torch does not have it."""
+        """The dtype of a tensor.
+
+        Raises:
+            CheckpointError: torch does not have it.
+        """
         stored = self.tensors[name]
         dtype = DTYPES.get(stored.dtype)
         if dtype is None:

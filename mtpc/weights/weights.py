@@ -198,7 +198,10 @@ class Weights:
         return self._stored.reading_ahead(recipes, free, need)
 
     def check(self) -> None:
-        """Check the values that were read from files so far. Raises CheckpointError: they hold NaN
-        or infinity."""
+        """Check the values that were read from files so far.
+
+        Raises:
+            CheckpointError: they hold NaN or infinity.
+        """
         if self._stored is not None:
             self._stored.check()

@@ -87,8 +87,11 @@ class CpuBackend:
         return (UseCpuKernels(),)
 
     def build(self, graph: StepGraph) -> TapeArtifact:
-        """Compile a graph to a tape; see `Backend.build`. Raises BackendError: a tape has no form
-        for a call."""
+        """Compile a graph to a tape; see `Backend.build`.
+
+        Raises:
+            BackendError: a tape has no form for a call.
+        """
         tape = write_tape(*lower_to_tape(graph)).encode()
         held = sorted({str(node.target) for node in graph.graph.nodes if node.op == "get_attr"})
         tensors = {name: signature(get_tensor(graph.module, name)) for name in held}

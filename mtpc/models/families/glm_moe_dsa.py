@@ -53,7 +53,10 @@ class SharedChoiceAttention(SparseLatentAttention):
         **options: Any,
     ) -> tuple[Tensor, None, Tensor]:
         """hidden_states [1, T, H] -> [1, T, H], None, and the cache slots attended to, [T, k].
-        Raises UnsupportedModelError: no layer before this one has an indexer."""
+
+        Raises:
+            UnsupportedModelError: no layer before this one has an indexer.
+        """
         if self.indexer is None and prev_topk_indices is None:
             raise UnsupportedModelError(
                 f"layer {self.layer_idx} is 'shared' in indexer_types, and no layer before it is "

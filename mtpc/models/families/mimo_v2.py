@@ -26,8 +26,11 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 def config_entries(entries: dict[str, Any]) -> dict[str, Any]:
-    """Entries of a released config.json -> those of transformers' `MiMoV2FlashConfig`. Raises
-    UnsupportedModelError: transformers' layers cannot be built as the entries say."""
+    """Entries of a released config.json -> those of transformers' `MiMoV2FlashConfig`.
+
+    Raises:
+        UnsupportedModelError: transformers' layers cannot be built as the entries say.
+    """
     out = dict(entries)
     # Sliding layers have the sizes that transformers gives them.
     twice = 2 * out.get("num_key_value_heads", 4)

@@ -97,7 +97,11 @@ def _decode(parts: Mapping[str, Tensor]) -> Decoded:
 
 
 def block_of(says: Config) -> tuple[int, int]:
-    """Sides of a block by the config. Raises CheckpointError: they are impossible."""
+    """Sides of a block by the config.
+
+    Raises:
+        CheckpointError: they are impossible.
+    """
     sides = says.get("weight_block_size") or _BLOCK
     is_pair = isinstance(sides, (list, tuple)) and len(sides) == 2
     if not is_pair or not all(isinstance(side, int) and side > 0 for side in sides):

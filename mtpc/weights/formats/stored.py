@@ -250,8 +250,11 @@ def packed_parts(
 
 
 def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
-    """Refuse groups that do not divide the inputs of a weight. Raises CheckpointError: they do
-    not."""
+    """Refuse groups that do not divide the inputs of a weight.
+
+    Raises:
+        CheckpointError: they do not.
+    """
     if group < 1 or shape[1] % group:
         raise CheckpointError(
             f"{of} has {shape[1]} inputs, and config.json has groups of {group}; expected a size "
@@ -261,7 +264,10 @@ def check_groups(of: str, shape: tuple[int, int], group: int) -> None:
 
 def group_size(says: Config, of: str, shape: tuple[int, int]) -> int:
     """Inputs of a group by the entry "group_size", as GPTQ and AWQ have it: -1 is a whole row.
-    Raises CheckpointError: it does not divide the inputs of the weight."""
+
+    Raises:
+        CheckpointError: it does not divide the inputs of the weight.
+    """
     group = whole_number(says, "group_size", 128)
     group = shape[1] if group == -1 else group
     check_groups(of, shape, group)
@@ -269,8 +275,11 @@ def group_size(says: Config, of: str, shape: tuple[int, int]) -> int:
 
 
 def setting(config: Config, name: str, default: Any, *wanted: Any) -> Any:
-    """An entry of the config that has one of the wanted values. Raises CheckpointError: it has
-    another value."""
+    """An entry of the config that has one of the wanted values.
+
+    Raises:
+        CheckpointError: it has another value.
+    """
     value = config.get(name, default)
     if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
         names = " or ".join(repr(one) for one in wanted)
@@ -282,8 +291,11 @@ def setting(config: Config, name: str, default: Any, *wanted: Any) -> Any:
 
 
 def whole_number(config: Config, name: str, default: int) -> int:
-    """An entry of the config that is a whole number. Raises CheckpointError: it is something
-    else."""
+    """An entry of the config that is a whole number.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise CheckpointError(
@@ -293,8 +305,11 @@ def whole_number(config: Config, name: str, default: int) -> int:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of the config matches the beginning of a module's name. Raises
-    CheckpointError: it is no regular expression."""
+    """Whether a regular expression of the config matches the beginning of a module's name.
+
+    Raises:
+        CheckpointError: it is no regular expression.
+    """
     try:
         return re.match(pattern, module) is not None
     except re.error as error:
@@ -305,8 +320,11 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def texts(config: Config, name: str) -> list[str]:
-    """A list of texts in the config; none if it is absent. Raises CheckpointError: it is something
-    else."""
+    """A list of texts in the config; none if it is absent.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
     value = config.get(name) or []
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise CheckpointError(

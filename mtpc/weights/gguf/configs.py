@@ -388,8 +388,11 @@ def mimo2(of: Metadata) -> dict[str, Any]:
 
 
 def step35(of: Metadata) -> dict[str, Any]:
-    """Released entries, as the checkpoints have them. Raises CheckpointError: rotary angles are
-    scaled; the file has the factors, but not their rule."""
+    """Released entries, as the checkpoints have them.
+
+    Raises:
+        CheckpointError: rotary angles are scaled; the file has the factors, but not their rule.
+    """
     if "rope_freqs.weight" in of.tensors:
         raise CheckpointError(
             f"{of.header.path} scales rotary angles by rope_freqs.weight, which mtpc does not "

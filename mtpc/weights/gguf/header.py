@@ -194,8 +194,12 @@ def shortest(number: float) -> float:
 
 
 def read_header(data: mmap.mmap, path: Path) -> Header:
-    """The header of a GGUF file. Raises CheckpointError: the file is not a GGUF file of version 2
-    or 3, is not complete, or has a tensor of a type that mtpc does not read."""
+    """The header of a GGUF file.
+
+    Raises:
+        CheckpointError: the file is not a GGUF file of version 2 or 3, is not complete, or has a
+            tensor of a type that mtpc does not read.
+    """
     cursor = _Cursor(data, path)
     if data[:4] != MAGIC:
         raise cursor.error(f"it begins with {bytes(data[:4])!r}, and GGUF files with {MAGIC!r}")
