@@ -28,6 +28,7 @@ ORDER = (
     ("capture",),
     ("passes",),
     ("backends",),
+    ("ranks",),
     ("program",),
     ("scale",),
     ("engine",),
@@ -247,7 +248,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2450,
+    ".": 2500,
     "backends": 14760,
     "capture": 1290,
     "certificate": 1510,
@@ -260,10 +261,11 @@ LINES = {
     "models": 9320,
     "ops": 2720,
     "passes": 2550,
-    "program": 5160,
+    "program": 4250,
+    "ranks": 900,
     "server": 4350,
     "step": 2010,
-    "store": 1080,
+    "store": 1150,
     "tuning": 1810,
     "weights": 8990,
 }

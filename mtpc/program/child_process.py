@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.environment import free_bytes
 from mtpc.errors import BackendError, CacheWriteError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.free_memory import free_bytes
 from mtpc.program.processes import (
     WORKER,
     end_children,
@@ -52,7 +52,7 @@ from mtpc.program.workers import keeping_tokenizer
 from mtpc.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""

@@ -66,8 +66,8 @@ from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.capture.split import SplitStep
-    from mtpc.program.rank_share import RankShare
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
+    from mtpc.ranks.share import RankShare
 
 Seen = Callable[[str, StepGraph], None]
 """Called with a pass's name and the graph after it."""
@@ -169,7 +169,7 @@ class StepCompiler:
         self.keys = step_keys(plan)
         self.share: RankShare | None = None
         if ranks is not None:
-            from mtpc.program.rank_share import RankShare  # Not above: few models are shared.
+            from mtpc.ranks.share import RankShare  # Not above: few models are shared.
 
             self.share = RankShare(self.loaded, ranks)
         self._begins = begins
@@ -311,7 +311,7 @@ class StepCompiler:
         copies = CopyLayers(self.pattern, self.shared) if self.pattern else None
         agrees: tuple[Pass, ...] = ()
         if self._ranks:
-            from mtpc.program.rank_share import AgreeOnCalls
+            from mtpc.ranks.share import AgreeOnCalls
 
             agrees = (AgreeOnCalls(self._ranks),)
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mtpc.program.free_memory import free_bytes
+from mtpc.environment import free_bytes
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

@@ -1520,7 +1520,7 @@ FAULTS = (
     ),
     Fault(
         "a rank reads the weights of which it has a part",
-        "program/rank_share.py",
+        "ranks/share.py",
         "_placeholder(tensor, device) if name in cut else parts.make(same)[same]",
         "parts.make(same)[same]",
         "ranks/test_part_memory.py::test_a_start_takes_the_rank_s_part[bfloat16]",

@@ -23,7 +23,7 @@ from mtpc.models.load import load
 from mtpc.ops import collectives
 from mtpc.passes import Sharding
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 
 ours = torch.ops.mtpc
 GROUP = "0"

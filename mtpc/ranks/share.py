@@ -33,7 +33,7 @@ from mtpc.weights.recipes import Recipe
 from mtpc.weights.stored import StoredWeights
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 
 class RankShare:
