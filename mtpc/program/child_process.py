@@ -175,11 +175,11 @@ def _do_job(pipe: Connection) -> None:
     jobs = 1 if in_background else None
     caller = _Caller(pipe)
     try:
-        with keeping_tokenizer(plan.cache_dir, directory, jobs):
-            # Imported here: it takes two seconds of one core, and the tokenizer those of another.
-            from mtpc.program.build import build
-            from mtpc.program.memory_plan import check_model
+        # Imported here, before the copy that makes the tokenizer, which needs transformers, too.
+        from mtpc.program.build import build
+        from mtpc.program.memory_plan import check_model
 
+        with keeping_tokenizer(plan.cache_dir, directory, jobs):
             check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
             build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
     except MtpcError as error:
