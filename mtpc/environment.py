@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def cache_directory() -> Path:
@@ -38,6 +41,23 @@ def cpu_level() -> str | None:
     """The instruction-set level to compile for, from `MTPC_CPU_LEVEL`; None is the best one for
     this processor. See `mtpc.backends.cpu_kernels.levels`."""
     return os.environ.get("MTPC_CPU_LEVEL") or None
+
+
+@contextlib.contextmanager
+def without_blas_threads() -> Iterator[None]:
+    """Within the block, the import of numpy begins no threads of its BLAS, which mtpc never calls.
+
+    A process of one thread can be copied. On x86, torch has a BLAS of its own (MKL), which keeps
+    its threads. Elsewhere both may have the same one, and nothing changes.
+    """
+    if _BLAS_THREADS in os.environ or platform.machine() not in ("x86_64", "AMD64"):
+        yield
+        return
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLAS_THREADS]
 
 
 def free_bytes() -> int | None:

@@ -248,11 +248,11 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2500,
+    ".": 2550,
     "backends": 14760,
-    "capture": 1290,
+    "capture": 1300,
     "certificate": 1510,
-    "cli": 4520,
+    "cli": 4530,
     "engine": 6020,
     "evaluation": 610,
     "host": 520,
@@ -261,7 +261,7 @@ LINES = {
     "models": 9320,
     "ops": 2720,
     "passes": 2550,
-    "program": 4250,
+    "program": 4310,
     "ranks": 900,
     "server": 4350,
     "step": 2010,

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from types import ModuleType
 from typing import NoReturn
@@ -19,6 +19,7 @@ from typing import NoReturn
 from mtpc.cli.arguments import parse
 from mtpc.cli.parsing import typed
 from mtpc.cli.ranks import is_other, ranks_of
+from mtpc.environment import without_blas_threads
 from mtpc.errors import MtpcError
 from mtpc.program.processes import ended_by_sigterm, without_collections
 
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _imported(name: str, is_own: bool) -> ModuleType:
     """The module of a command, which imports torch. What an import makes stays, so no collection
     needs to look at it: not meanwhile, and not later where the process is the command's own."""
-    with without_collections():
+    with without_collections(), without_blas_threads() if is_own else nullcontext():
         module = import_module(f"mtpc.cli.{name}")
         if is_own:
             gc.freeze()

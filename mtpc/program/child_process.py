@@ -41,9 +41,10 @@ from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
 from mtpc.program.processes import (
     WORKER,
+    Copy,
     end_children,
     how_it_ended,
-    start_python,
+    start_beside,
     without_collections,
 )
 from mtpc.program.program import BuiltSteps, Program, StepBinder
@@ -130,7 +131,7 @@ def building_child(
     owns_buffers: bool = True,
     in_background: bool = False,
     ranks: Ranks | None = None,
-) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+) -> Iterator[tuple[subprocess.Popen[bytes] | Copy, Connection]]:
     """A process that builds graphs, and the pipe from it; it ends where the block does.
 
     Args:
@@ -141,7 +142,7 @@ def building_child(
         in_background: whether the build gives way to the process that serves.
         ranks: whose part of the steps this is; None: the whole.
     """
-    process, pipe = start_python(__name__)
+    process, pipe = start_beside(__name__)
     try:
         with suppress(OSError):  # It has died already; its status says how.
             job = (directory, plan, graphs, owns_buffers, in_background, ranks)

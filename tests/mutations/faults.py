@@ -1561,6 +1561,20 @@ FAULTS = (
         "weights/test_block_scales.py::test_codes_that_nothing_announces_are_refused",
     ),
     Fault(
+        "a copy that builds keeps its caller's end of the pipe",
+        "program/processes.py",
+        "ours.close()\n        os.setsid()",
+        "os.setsid()",
+        "program/test_apart.py::test_a_caller_that_gives_up_leaves_nothing_running[a copy]",
+    ),
+    Fault(
+        "a process of several threads is copied",
+        "program/processes.py",
+        'len(os.listdir("/proc/self/task")) == 1',
+        'len(os.listdir("/proc/self/task")) > 0',
+        "program/test_apart.py::test_a_process_of_one_thread_is_copied",
+    ),
+    Fault(
         "counts of rows that nothing reads stay in a step",
         "backends/cpu/passes/skip_idle_rows.py",
         "if not counted:",
