@@ -248,9 +248,9 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2550,
-    "backends": 14760,
-    "capture": 1300,
+    ".": 2510,
+    "backends": 14790,
+    "capture": 1310,
     "certificate": 1510,
     "cli": 4530,
     "engine": 6020,

@@ -53,7 +53,7 @@ from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
 from mtpc.models.load import LoadedModel, SteppedModel
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
-from mtpc.passes import Pass, Sharding, Verifier, run_pipeline
+from mtpc.passes import Pass, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer
 from mtpc.plan import Plan
 from mtpc.program.forecast import StageTimer
@@ -66,6 +66,7 @@ from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.capture.split import SplitStep
+    from mtpc.passes.shard import Sharding
     from mtpc.ranks.group import Ranks
     from mtpc.ranks.share import RankShare
 

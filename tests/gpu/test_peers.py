@@ -33,7 +33,7 @@ from mtpc.backends.triton_kernels import load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.ops.exchanges import gather_ranks, sum_ranks
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.capture.graph import operators
-from mtpc.passes import Sharding
+from mtpc.passes.shard import Sharding
 from mtpc.ranks.exchanges import share_peers
 from mtpc.ranks.group import Ranks
 

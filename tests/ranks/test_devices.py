@@ -34,7 +34,7 @@ from mtpc.capture.graph import get_tensor, operators
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
-from mtpc.passes import Sharding
+from mtpc.passes.shard import Sharding
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.memory_plan import MemoryPlan, least_pages

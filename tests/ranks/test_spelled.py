@@ -21,7 +21,7 @@ from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.capture.graph import operators
 from mtpc.models.load import load
 from mtpc.ops import collectives
-from mtpc.passes import Sharding
+from mtpc.passes.shard import Sharding
 from mtpc.program.compiler import StepCompiler
 from mtpc.ranks.group import Ranks
 
