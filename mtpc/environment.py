@@ -1,4 +1,5 @@
-"""What the system says: environment variables, which only this module reads, and free memory."""
+"""What the system says: environment variables, which only this module reads or sets, and free
+memory."""
 
 from __future__ import annotations
 
