@@ -25,7 +25,7 @@ from mtpc import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.program.open_cache import open_cache, plan_model
 from mtpc.program.program import need_of_steps
-from mtpc.program.ranks import all_parts
+from mtpc.ranks.group import all_parts
 from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20

@@ -77,9 +77,9 @@ def compile(
         def bind(found: Prepared) -> Program:
             costs = None
             if found.cache and found.plan.spec_tiers:
-                from mtpc.program.costs import CostEntry
+                from mtpc.store.costs import CostEntry
 
-                costs = CostEntry(found.cache)
+                costs = CostEntry(found.cache.store, found.cache.program, found.plan.frozen)
             return bind_program(found.built, listener, found.identity, costs)
 
         opened = open_steps(model, asked, Wanted("fused", True, bind, reads_text), listener)

@@ -1,7 +1,7 @@
 """Memory of each rank's GPU that kernels of the other ranks read and write, by process group.
 
 A rank's memory is two sets of `BLOCKS` blocks, then int64 [BLOCKS, ranks]: how often each rank has
-given its part of a block. `program/rank_exchanges.py` makes it; the kernels of
+given its part of a block. `ranks/exchanges.py` makes it; the kernels of
 `triton_kernels/ops/exchanges.py` use it by the name of the process group. **It has never been used
 on a GPU.**
 """

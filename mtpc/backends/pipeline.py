@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from mtpc.backends.cpu.passes.fuse_head_max import FuseHeadMax
 from mtpc.backends.cpu.passes.fuse_linear_chains import FuseLinearChains
@@ -20,12 +21,12 @@ from mtpc.passes.fuse_draft_chain import FuseDraftChain
 from mtpc.passes.fuse_elementwise import FuseElementwise
 from mtpc.passes.hoist_shared import HoistShared
 from mtpc.passes.pack_groups import PackBlocks, PackGroups
-from mtpc.passes.quantise_draft import QuantiseDraft
 from mtpc.passes.resize_metadata import ResizeMetadata
 from mtpc.passes.select_head_rows import SelectHeadRows
-from mtpc.passes.shard import Sharding, ShardStep
-from mtpc.passes.trim_draft_head import TrimDraftHead
 from mtpc.plan import Plan, make_plan
+
+if TYPE_CHECKING:
+    from mtpc.passes.shard import Sharding
 
 PACKING = (PackBlocks.name, PackGroups.name, PackWeights.name)
 """The passes that read how weights are stored."""
@@ -36,15 +37,15 @@ def full_pipeline(
     plan: Plan,
     buffer_names: Mapping[int, str] = NO_NAMES,
     sharding: Sharding | None = None,
-    for_gpus: bool = True,
+    is_whole: bool = True,
 ) -> tuple[Pass, ...]:
     """Every pass, in order; the plan's options are theirs.
 
     `buffer_names` has layout names by tensor id, for state that model pieces hold. Without a
-    `sharding`, the model is whole. Passes for GPUs need not be imported. They run where something
-    names them.
+    `sharding`, the model is whole. If `is_whole`, those are imported, too, that few plans run: for
+    GPUs, for drafts in int8, for ranks, and for a draft vocabulary.
     """
-    merge, entry, skinny, collectives, choices, invariant = _of_gpus(sharding, for_gpus)
+    merge, entry, skinny, collectives, choices, invariant = _of_gpus(sharding, is_whole)
     return (
         ResizeMetadata(),
         FuseDraftChain(buffer_names),
@@ -52,9 +53,9 @@ def full_pipeline(
         AbsorbLatent(),
         SelectHeadRows(),
         HoistShared(),
-        TrimDraftHead(plan.draft_vocab),
-        ShardStep(sharding),
-        QuantiseDraft(),
+        *_trim(plan, is_whole),
+        *_shard(sharding, is_whole or plan.tensor_parallel_size > 1),
+        *_quantise(is_whole),
         PackBlocks(plan.quantize),
         PackGroups(plan.quantize),
         SpellExperts(),
@@ -71,6 +72,30 @@ def full_pipeline(
         FuseLinearChains(),
         SkipIdleRows(),
     )
+
+
+def _trim(plan: Plan, is_wanted: bool) -> tuple[Pass, ...]:
+    if not (is_wanted or plan.draft_vocab):
+        return ()
+    from mtpc.passes.trim_draft_head import TrimDraftHead
+
+    return (TrimDraftHead(plan.draft_vocab),)
+
+
+def _shard(sharding: Sharding | None, is_wanted: bool) -> tuple[Pass, ...]:
+    if sharding is None and not is_wanted:
+        return ()
+    from mtpc.passes.shard import ShardStep
+
+    return (ShardStep(sharding),)
+
+
+def _quantise(is_wanted: bool) -> tuple[Pass, ...]:
+    if not is_wanted:
+        return ()
+    from mtpc.passes.quantise_draft import QuantiseDraft
+
+    return (QuantiseDraft(),)
 
 
 def _of_gpus(sharding: Sharding | None, are_wanted: bool) -> Sequence[tuple[Pass, ...]]:
@@ -113,9 +138,9 @@ def select_passes(
             option.
     """
     disabled, enabled = plan.disabled_passes, (*plan.enabled_passes, *backend)
-    usual = full_pipeline(plan, buffer_names, sharding, for_gpus=False)
-    for_gpus = not {*disabled, *enabled} <= {step.name for step in usual}
-    pipeline = full_pipeline(plan, buffer_names, sharding) if for_gpus else usual
+    usual = full_pipeline(plan, buffer_names, sharding, is_whole=False)
+    names_rare = not {*disabled, *enabled} <= {step.name for step in usual}
+    pipeline = full_pipeline(plan, buffer_names, sharding) if names_rare else usual
     known = [step.name for step in pipeline]
     for name in (*disabled, *enabled):
         if name not in known:
@@ -123,11 +148,12 @@ def select_passes(
     for name in disabled:
         if any(step.name == name and step.policy == "required" for step in pipeline):
             raise OptionError(f"pass {name!r} cannot be disabled: without it the step is not valid")
-    if TrimDraftHead.name in enabled and not plan.draft_vocab:
-        raise OptionError(
-            f"pass {TrimDraftHead.name!r} needs the option draft_vocab: the token ids that drafts "
-            "may be, or how many of the lowest"
-        )
+    for trim in _trim(plan, names_rare):
+        if trim.name in enabled and not plan.draft_vocab:
+            raise OptionError(
+                f"pass {trim.name!r} needs the option draft_vocab: the token ids that drafts may "
+                "be, or how many of the lowest"
+            )
     placed = {PackGroups.name} if plan.quantize else set()
     usually = {step.name for step in pipeline if step.policy in ("required", "on")}
     running = (usually | {*enabled} | placed) - {*disabled}

@@ -7,10 +7,11 @@ that allocated a temporary. A view has the roots of its argument.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from mtpc.capture.fake_calls import tensors_in
 from mtpc.capture.graph import arguments
@@ -54,21 +55,30 @@ def analyse(graph: fx.Graph) -> Effects:
 
 def storages(value: Any) -> list[int]:
     """Identities of the storages of a node's value, which is a tensor, a tuple of them, or None."""
+    if isinstance(value, Tensor):  # Most are: each pass asks a few times for each node.
+        return [value.untyped_storage()._cdata]
     return [tensor.untyped_storage()._cdata for tensor in tensors_in(value)]
 
 
 def _written_arguments(node: fx.Node) -> list[fx.Node]:
     """Arguments that the node's operator writes, according to its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+    target = node.target
+    names = _written_names(target) if isinstance(target, torch._ops.OpOverload) else ()
+    if not names:
         return []
     written: list[fx.Node] = []
     values = arguments(node)
-    for argument in node.target._schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = values[argument.name]
-            listed = value if isinstance(value, (list, tuple)) else [value]
-            written += [v for v in listed if isinstance(v, fx.Node)]
+    for value in map(values.__getitem__, names):
+        listed = value if isinstance(value, (list, tuple)) else [value]
+        written += [v for v in listed if isinstance(v, fx.Node)]
     return written
+
+
+@cache
+def _written_names(target: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that an operator writes."""
+    infos = ((argument.name, argument.alias_info) for argument in target._schema.arguments)
+    return tuple(name for name, info in infos if info is not None and info.is_write)
 
 
 def eliminate_dead_nodes(graph: fx.Graph) -> int:

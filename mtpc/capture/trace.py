@@ -24,14 +24,12 @@ from mtpc.layout.buffers import K_MAX, P
 from mtpc.layout.specs import DRAFT_COUNTS, SAMPLING_INTS, SYNTHETIC_DRAWS, TEXT_IDS
 from mtpc.step.accept import Accept, AcceptPrefill
 from mtpc.step.advance import Advance
-from mtpc.step.budget import AcceptPacked, BeginPacked, CountDrafts
 from mtpc.step.choose import Choice, Choose, Pick
 from mtpc.step.metadata import BeginDecode, BeginPrefill, LogitsRows
 from mtpc.step.model import StepModel
 from mtpc.step.records import Metadata
 from mtpc.step.sampling import Record, SampleChoice, SampledChoice, SampleDraft
 from mtpc.step.step import Step, StepPieces
-from mtpc.step.synthetic import Dictate
 from mtpc.weights.weights import Weights
 
 TRACE_REQS, TRACE_TOKENS = 3, 7
@@ -201,8 +199,12 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     page_size = layout.value(P)
     is_decode = key.phase == "decode"
     ends: tuple[type[nn.Module], type[nn.Module]] = (BeginPrefill, AcceptPrefill)
-    if is_decode:
-        ends = (BeginPacked, AcceptPacked) if layout.is_ragged else (BeginDecode, Accept)
+    if is_decode and not layout.is_ragged:
+        ends = (BeginDecode, Accept)
+    elif is_decode:
+        from mtpc.step.budget import AcceptPacked, BeginPacked  # Not above: few plans pack rows.
+
+        ends = (BeginPacked, AcceptPacked)
     pieces = StepPieces()
     for name, piece in traces.named_children():
         pieces.add_module(name, piece)
@@ -215,5 +217,12 @@ def _pieces(key: StepKey, traces: ModelTraces, layout: Layout) -> StepPieces:
     pieces.choose, pieces.pick = (SampleChoice(), SampleDraft()) if samples else (Choose(), Pick())
     marks_unused = SYNTHETIC_DRAWS in layout or DRAFT_COUNTS in layout
     pieces.record, pieces.advance = Record(), Advance(marks_unused)
-    pieces.dictate, pieces.count_drafts = Dictate(key.max_emitted), CountDrafts()
+    if SYNTHETIC_DRAWS in layout:
+        from mtpc.step.synthetic import Dictate
+
+        pieces.dictate = Dictate(key.max_emitted)
+    if DRAFT_COUNTS in layout:
+        from mtpc.step.budget import CountDrafts
+
+        pieces.count_drafts = CountDrafts()
     return pieces

@@ -42,8 +42,8 @@ def command(args: argparse.Namespace) -> int:
         tell("import torch and transformers")
         from mtpc.program.build import build, build_for_targets
         from mtpc.program.open_cache import plan_model
-        from mtpc.program.ranks import all_parts
         from mtpc.program.workers import keeping_tokenizer
+        from mtpc.ranks.group import all_parts
 
         set_threads(args.threads, checkpoint)
         opened = [plan_model(checkpoint, asked) for asked in programs]

@@ -74,7 +74,7 @@ def _build(
     from mtpc.models.load import load_planned
     from mtpc.program.compiler import StepCompiler
     from mtpc.program.open_cache import kernel_store, plan_model
-    from mtpc.program.ranks import all_parts
+    from mtpc.ranks.group import all_parts
 
     source, plan = plan_model(checkpoint, CompileOptions.parse(given))
     store = kernel_store(plan, None)

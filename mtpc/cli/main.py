@@ -11,15 +11,17 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
+from types import ModuleType
 from typing import NoReturn
 
 from mtpc.cli.arguments import parse
 from mtpc.cli.parsing import typed
 from mtpc.cli.ranks import is_other, ranks_of
+from mtpc.environment import without_blas_threads
 from mtpc.errors import MtpcError
-from mtpc.program.processes import ended_by_sigterm
+from mtpc.program.processes import ended_by_sigterm, without_collections
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 2, 130, 141
 
@@ -42,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    argv = sys.argv[1:] if argv is None else argv
+    is_own, argv = argv is None, sys.argv[1:] if argv is None else argv
     args = parse(argv)
     try:
         with ended_by_sigterm(), _only_json(args), ranks_of(args, argv), _noted(args):
-            code: int = import_module(f"mtpc.cli.{args.module}").command(args)
+            code: int = _imported(args.module, is_own).command(args)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -60,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print("error:", typed(" ".join(str(error).split())), file=sys.stderr)
         return EXIT_ERROR
+
+
+def _imported(name: str, is_own: bool) -> ModuleType:
+    """The module of a command, which imports torch. What an import makes stays, so no collection
+    needs to look at it: not meanwhile, and not later where the process is the command's own."""
+    with without_collections(), without_blas_threads() if is_own else nullcontext():
+        module = import_module(f"mtpc.cli.{name}")
+        if is_own:
+            gc.freeze()
+    return module
 
 
 class _Notes(logging.Handler):

@@ -119,7 +119,7 @@ class Layout(Mapping[str, BufferSpec]):
         sizes: Mapping[sympy.Symbol, int],
         open_sizes: Iterable[sympy.Symbol] = (),
     ):
-        self._specs = {spec.name: spec for spec in specs}
+        self._specs, self._values = {spec.name: spec for spec in specs}, dict[Dim, int]()
         self.sizes, self.open_sizes = dict(sizes), tuple(open_sizes)
 
     def __getitem__(self, name: str) -> BufferSpec:
@@ -133,7 +133,9 @@ class Layout(Mapping[str, BufferSpec]):
 
     def value(self, dim: Dim) -> int:
         """The number a dimension has at this bucket."""
-        return dim if isinstance(dim, int) else int(dim.subs(self.sizes))
+        if dim not in self._values:
+            self._values[dim] = dim if isinstance(dim, int) else int(dim.subs(self.sizes))
+        return self._values[dim]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.value(dim) for dim in self[name].dims)

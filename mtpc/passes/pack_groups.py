@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,10 +122,12 @@ def place_groups(graph: StepGraph, spec_of: SpecOf, stem: str) -> int:
         ]
         if names and len(found) == len(names):
             specs[node] = tuple(found)
-    placed = 0
-    for form in dict.fromkeys(specs.values()):
-        groups = linear_groups(graph, lambda node, _, form=form: specs.get(node) == form)  # type: ignore[misc]
-        placed += replace_groups(groups, partial(_grouped_linear, spec=form[0], stem=stem))
+    groups = [
+        group
+        for form in dict.fromkeys(specs.values())
+        for group in linear_groups(graph, lambda node, _, form=form: specs.get(node) == form)  # type: ignore[misc]
+    ]
+    placed = replace_groups(groups, lambda g: _grouped_linear(g, specs[g.nodes[0]][0], stem))
     return placed + exchange_experts(
         graph,
         lambda node, _: node in specs,

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from mtpc.backends.targets import Target
     from mtpc.backends.triton_kernels.crosscompile import Compiled
     from mtpc.backends.triton_kernels.launch import Launch
-    from mtpc.program.ranks import Ranks
     from mtpc.program.workers import Tell
+    from mtpc.ranks.group import Ranks
 
 Check = Callable[[StepCompiler], None]
 """Raises MtpcError to refuse a model."""

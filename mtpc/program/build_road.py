@@ -136,7 +136,7 @@ def _load(road: Road[T], backend: Backend) -> LoadedModel:
     plan, ranks = road.plan, road.ranks
     if ranks is not None and isinstance(road.source, Checkpoint):
         loaded = load_planned(road.source, plan, headers_only=True)
-        from mtpc.program.rank_share import read_part  # Not above: few starts have ranks.
+        from mtpc.ranks.share import read_part  # Not above: few starts have ranks.
 
         part = read_part(loaded.with_layers(plan.layer_drafts), ranks, backend.device)
         if part is not None:

@@ -34,16 +34,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtpc.backends.cpu_kernels import build_kernels
+from mtpc.environment import free_bytes
 from mtpc.errors import BackendError, CacheWriteError, CapacityError, MtpcError
 from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.free_memory import free_bytes
 from mtpc.program.processes import (
     WORKER,
+    Copy,
     end_children,
     how_it_ended,
-    start_python,
+    start_beside,
     without_collections,
 )
 from mtpc.program.program import BuiltSteps, Program, StepBinder
@@ -52,7 +53,7 @@ from mtpc.program.workers import keeping_tokenizer
 from mtpc.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
@@ -130,7 +131,7 @@ def building_child(
     owns_buffers: bool = True,
     in_background: bool = False,
     ranks: Ranks | None = None,
-) -> Iterator[tuple[subprocess.Popen[bytes], Connection]]:
+) -> Iterator[tuple[subprocess.Popen[bytes] | Copy, Connection]]:
     """A process that builds graphs, and the pipe from it; it ends where the block does.
 
     Args:
@@ -141,7 +142,7 @@ def building_child(
         in_background: whether the build gives way to the process that serves.
         ranks: whose part of the steps this is; None: the whole.
     """
-    process, pipe = start_python(__name__)
+    process, pipe = start_beside(__name__)
     try:
         with suppress(OSError):  # It has died already; its status says how.
             job = (directory, plan, graphs, owns_buffers, in_background, ranks)
@@ -175,11 +176,11 @@ def _do_job(pipe: Connection) -> None:
     jobs = 1 if in_background else None
     caller = _Caller(pipe)
     try:
-        with keeping_tokenizer(plan.cache_dir, directory, jobs):
-            # Imported here: it takes two seconds of one core, and the tokenizer those of another.
-            from mtpc.program.build import build
-            from mtpc.program.memory_plan import check_model
+        # Imported here, before the copy that makes the tokenizer, which needs transformers, too.
+        from mtpc.program.build import build
+        from mtpc.program.memory_plan import check_model
 
+        with keeping_tokenizer(plan.cache_dir, directory, jobs):
             check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
             build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
     except MtpcError as error:

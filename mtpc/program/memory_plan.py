@@ -18,6 +18,7 @@ import torch
 
 from mtpc.backends.base import Backend
 from mtpc.backends.placing import Live, place_live, pool_bytes
+from mtpc.environment import free_bytes
 from mtpc.errors import CapacityError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import N
@@ -25,14 +26,13 @@ from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.passes.pack_groups import PackBlocks
 from mtpc.plan import Plan
-from mtpc.program.free_memory import free_bytes
 from mtpc.program.program import HostNeed, buffer_bytes
 from mtpc.weights.packing import can_pack
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.program.compiler import StepCompiler
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 MARGIN = 64 << 20
 """Bytes for what nothing here computes: kernels' code, gaps between blocks. Never measured."""

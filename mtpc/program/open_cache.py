@@ -37,7 +37,7 @@ from mtpc.weights.stored import StoredWeights
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 
 def plan_model(model: Any, asked: CompileOptions, must_draft: bool = False) -> tuple[Any, Plan]:

@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from mtpc.backends import PACKAGING, first_choice
 from mtpc.backends.package import DEVICE
 from mtpc.config import CompileOptions, warn_of_cost
+from mtpc.environment import free_bytes, give_back
 from mtpc.errors import CacheError, MtpcError
 from mtpc.layout import Form, Graphs, graph_keys
 from mtpc.layout.progress import Listener, Report, line_reporter
 from mtpc.plan import Plan
-from mtpc.program.free_memory import free_bytes, give_back
 from mtpc.program.open_cache import (
+    checkpoint_fields,
     open_cache,
     plan_model,
     restore,
+    sample_digest,
 )
 from mtpc.program.program import BuiltSteps, need_of_steps
 from mtpc.program.step_cache import StepCache
@@ -36,8 +38,8 @@ from mtpc.weights.served_model import ServedModel
 if TYPE_CHECKING:
     from mtpc.models.load import LoadedModel
     from mtpc.program.child_process import Rest
-    from mtpc.program.ranks import Ranks
     from mtpc.program.step_record import StepRecord
+    from mtpc.ranks.group import Ranks
 
 T = TypeVar("T")
 
@@ -124,17 +126,25 @@ def open_steps(
     prepare = partial(_road, model, asked, wanted, progress)
     if asked.tensor_parallel_size == 1:
         return prepare().open()
-    from mtpc.program.rank_exchanges import share_memory
-    from mtpc.program.ranks import join_ranks
+    from mtpc.ranks.exchanges import share_memory
+    from mtpc.ranks.group import join_ranks
 
     row = first_choice(asked.backend)
     ranks = join_ranks(asked.tensor_parallel_size, on_gpus=bool(row and row.is_gpu))
     road = ranks.all_succeed(lambda: prepare(ranks))
-    ranks.compare(road.source, road.plan)
+    ranks.compare(_facts(road.source, road.plan))
     opened = ranks.all_succeed(road.open)
     fault = share_memory(ranks) if row and row.makes_files else ranks.apart
     opened.fallbacks.update([fault] if fault else [])
     return opened
+
+
+def _facts(source: Any, plan: Plan) -> dict[str, str]:
+    """What ranks must agree on of a model and its options."""
+    facts = {"options": repr(plan.asked.settled())}
+    if isinstance(source, Checkpoint):
+        facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
+    return facts
 
 
 def _road(

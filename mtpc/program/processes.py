@@ -16,14 +16,16 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mtpc.program.free_memory import free_bytes
+from mtpc.environment import free_bytes
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB
@@ -80,8 +82,12 @@ def start_python(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
 
     ours, theirs = Pipe()
     handle = theirs.fileno()
-    # No `multiprocessing.Process`: that would run the caller's main module a second time.
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import serve; serve({handle})"
+    # No `multiprocessing.Process`: that would run the caller's main module a second time. What the
+    # imports leave stays, so no collection looks at it: that took an eighth of torch's import.
+    code = (
+        f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; from {module} import serve; "
+        f"gc.freeze(); gc.enable(); serve({handle})"
+    )
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -96,6 +102,72 @@ def start_python(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
     finally:
         theirs.close()
     return process, ours
+
+
+class Copy:
+    """A copy of this process, as its owner sees it: what of `subprocess.Popen` that is asked for.
+
+    Args:
+        process: the copy, which was started.
+    """
+
+    def __init__(self, process: BaseProcess):
+        self._process, self.kill = process, process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, for so many seconds.
+
+        Raises:
+            TimeoutExpired: it still runs.
+        """
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a copy of this process", timeout or 0.0)
+        return self.returncode
+
+
+def start_beside(module: str) -> tuple[subprocess.Popen[bytes] | Copy, Connection]:
+    """As `start_python`, but with what this process has imported, where it can be copied: it is the
+    only thread of its process, so that the copy lacks none, and no lock stays held in it."""
+    if not _is_alone():
+        return start_python(module)
+    from multiprocessing import Pipe, get_context
+
+    ours, theirs = Pipe()
+
+    def begin() -> None:
+        ours.close()
+        os.setsid()  # As in `start_python`.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in (0, 1):
+            os.dup2(null, standard)
+        handle = os.dup(theirs.fileno())
+        theirs.close()
+        import_module(module).serve(handle)
+
+    process = get_context("fork").Process(target=begin)
+    try:
+        process.start()
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return Copy(process), ours
+
+
+def _is_alone() -> bool:
+    """Whether this process has one thread, those of libraries counted; False without /proc."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/task")) == 1
+    return False
 
 
 def end_with_parent() -> None:

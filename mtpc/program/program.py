@@ -27,19 +27,19 @@ from safetensors.torch import load
 from torch import Tensor
 
 from mtpc.backends.package import signature_bytes
+from mtpc.environment import free_bytes
 from mtpc.errors import CapacityError
 from mtpc.layout import SCRATCH_SLOT, Layout, StepKey
 from mtpc.layout.progress import Listener, Progress, left_at
 from mtpc.layout.slot_state import snapshots_nbytes
 from mtpc.layout.specs import is_buffer_name
 from mtpc.plan import Plan
-from mtpc.program.free_memory import free_bytes
 from mtpc.program.step_cache import CONSTANTS, CachedStep, Steps
 from mtpc.weights.weights import Weights
 
 if TYPE_CHECKING:
     from mtpc.capture.graph import StepGraph
-    from mtpc.program.costs import CostEntry
+    from mtpc.store.costs import CostEntry
 
 
 @dataclass(frozen=True)

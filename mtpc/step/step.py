@@ -21,9 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mtpc.layout import StepKey
-from mtpc.step import synthetic
 from mtpc.step.accept import AcceptInputs
-from mtpc.step.budget import count_drafts
 from mtpc.step.choose import Choice
 from mtpc.step.drafting import Drafting, DraftInputs
 from mtpc.step.records import Accepted, Begun, LogitsIndices, Metadata, Rows, unpack
@@ -145,7 +143,9 @@ class Step(nn.Module):
         logits = self.pieces.target_head(features)
         verdict = self.choice.verify(self, logits, begun, metadata)
         if self.dictates:
-            verdict = synthetic.dictate(self, verdict, begun, metadata)
+            from mtpc.step.synthetic import dictate  # Here, and below: few steps have it.
+
+            verdict = dictate(self, verdict, begun, metadata)
         prompts = (batch.next_prompt_id,) if self.key.phase == "prefill" else ()
         reports = (batch.out_token_ids, batch.num_accepted, batch.num_emitted, batch.stop_reason)
         rows = (verdict.ids, metadata.query_start_loc, begun.context_lens, begun.active)
@@ -155,6 +155,8 @@ class Step(nn.Module):
         results = self.pieces.accept(*given, *prompts, *self.is_decoding)
         self.choice.record(self, verdict, begun)
         if self.has_budget:
+            from mtpc.step.budget import count_drafts
+
             count_drafts(self, begun)
         return unpack(Accepted, results)
 

@@ -13,7 +13,7 @@ from helpers.families import CPU_OPTIONS
 from helpers.theorem import PROMPTS
 
 import mtpc
-from mtpc.program.costs import COSTS
+from mtpc.store.costs import COSTS
 
 Opened = Callable[..., mtpc.SpecModel]
 

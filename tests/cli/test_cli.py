@@ -209,7 +209,8 @@ def test_inspect_the_step_of_a_rank(word_model, capsys):
     """Half of the heads in its caches, fewer bytes of weights, and exchanges between ranks."""
     found = []
     for size in ("1", "2"):
-        out = inspect(word_model, capsys, "--after", "shard", "--tensor-parallel-size", size)
+        after = ("--after", "shard", *["--enable-pass", "shard"] * (size == "1"))
+        out = inspect(word_model, capsys, *after, "--tensor-parallel-size", size)
         assert (", rank 0 of 2" in out.splitlines()[0]) == (size == "2")
         assert ("mtpc.all_reduce" in out) == (size == "2")
         heads = re.search(r"kv\.\S+\.k +\[N, P, (\d+), ", out)

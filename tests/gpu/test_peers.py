@@ -33,9 +33,9 @@ from mtpc.backends.triton_kernels import load_kernels, triton_bindings
 from mtpc.backends.triton_kernels.ops.exchanges import gather_ranks, sum_ranks
 from mtpc.backends.triton_kernels.plans import plan
 from mtpc.capture.graph import operators
-from mtpc.passes import Sharding
-from mtpc.program.rank_exchanges import share_peers
-from mtpc.program.ranks import Ranks
+from mtpc.passes.shard import Sharding
+from mtpc.ranks.exchanges import share_peers
+from mtpc.ranks.group import Ranks
 
 pytestmark = pytest.mark.triton
 

@@ -45,7 +45,7 @@ from mtpc.ops.collectives import is_collective
 from mtpc.passes import fuse_cache_write, fuse_elementwise, rotary
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 
 pytestmark = pytest.mark.triton
 

@@ -113,7 +113,7 @@ EXCHANGES = """
 import os
 import torch
 import torch.distributed as dist
-from mtpc.program.ranks import join_ranks
+from mtpc.ranks.group import join_ranks
 
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("gloo")

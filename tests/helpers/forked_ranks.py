@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mtpc.program.processes import end_with_parent
-from mtpc.program.ranks import Ranks, join_ranks
+from mtpc.ranks.group import Ranks, join_ranks
 
 PRELOADED = ["torch", "torch._dynamo", "torch.export._trace", "transformers.modeling_utils"]
 """What the process of the forks imports once: each takes seconds. Nothing of mtpc, which may be a

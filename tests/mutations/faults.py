@@ -1583,7 +1583,7 @@ FAULTS = (
     ),
     Fault(
         "a rank reads the weights of which it has a part",
-        "program/rank_share.py",
+        "ranks/share.py",
         "_placeholder(tensor, device) if name in cut else parts.make(same)[same]",
         "parts.make(same)[same]",
         "ranks/test_part_memory.py::test_a_start_takes_the_rank_s_part[bfloat16]",
@@ -1622,6 +1622,27 @@ FAULTS = (
         "each.is_floating_point and not each.is_narrow and",
         "each.is_floating_point and",
         "weights/test_block_scales.py::test_codes_that_nothing_announces_are_refused",
+    ),
+    Fault(
+        "a copy that builds keeps its caller's end of the pipe",
+        "program/processes.py",
+        "ours.close()\n        os.setsid()",
+        "os.setsid()",
+        "program/test_apart.py::test_a_caller_that_gives_up_leaves_nothing_running[a copy]",
+    ),
+    Fault(
+        "a process of several threads is copied",
+        "program/processes.py",
+        'len(os.listdir("/proc/self/task")) == 1',
+        'len(os.listdir("/proc/self/task")) > 0',
+        "program/test_apart.py::test_a_process_of_one_thread_is_copied",
+    ),
+    Fault(
+        "counts of rows that nothing reads stay in a step",
+        "backends/cpu/passes/skip_idle_rows.py",
+        "if not counted:",
+        "if counted:",
+        "passes/test_whole_steps.py::test_a_pass_without_rewrites_leaves_the_graph[glm4_moe-0]",
     ),
     Fault(
         "a family of another name serves an architecture",

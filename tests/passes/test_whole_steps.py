@@ -13,6 +13,7 @@ from helpers.plans import plan_of
 from helpers.spelled_out import spell_out
 from helpers.whole_steps import compiler_of, different, model_of, values_after
 
+from mtpc.backends.cpu.backend import CpuBackend
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.gpu.passes.batch_invariant import BatchInvariant
 from mtpc.backends.pipeline import pass_names, select_passes
@@ -228,3 +229,22 @@ def test_the_verifier_sees_a_moved_read(compiler: Callable[..., StepCompiler]) -
     read.append(write)
     with pytest.raises(GraphError, match=r"effects on kv\.0\.k changed"):
         verifier(graph, "a-bad-pass")
+
+
+@pytest.mark.parametrize("spec_tokens", [0, 1])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+def test_a_pass_without_rewrites_leaves_the_graph(
+    checkpoint: Callable[..., Any], family: str, spec_tokens: int
+) -> None:
+    """The cache keeps the text before such a pass as that after it."""
+    options = {**TINY, "spec_tokens": spec_tokens, "batch_buckets": (1,)}
+    compiler = compiler_of(checkpoint(family), "bfloat16", CpuBackend(), **options)
+    for key in compiler.keys:
+        texts = [compiler.trace(key).text()]
+        graph = compiler.rewrite(
+            compiler.trace(key), seen=lambda name, graph, texts=texts: texts.append(graph.text())
+        )
+        idle = [not passed.rewrites for passed in graph.history]
+        assert any(idle)
+        for passed, before, after in zip(graph.history, texts, texts[1:], strict=False):
+            assert (before == after) or passed.rewrites, passed.name

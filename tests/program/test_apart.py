@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from mtpc.layout.progress import Progress
 from mtpc.program import build_road as apart
 from mtpc.program.child_process import build_in_child
 from mtpc.program.open_cache import open_cache
+from mtpc.program.step_cache import RECORD
 from mtpc.store.entries import EntryStore
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
@@ -56,9 +58,13 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def build(cache: Path) -> Callable[..., bool]:
+@pytest.fixture(params=["a new process", "a copy"])
+def build(
+    cache: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., bool]:
     """build(directory, listener, **options): `build_in_child`, however small the checkpoint is."""
+    is_copied = request.param == "a copy"
+    monkeypatch.setattr("mtpc.program.processes._is_alone", lambda: is_copied)
 
     def run(directory: Path, listener: Any = lambda progress: None, **changes: Any) -> bool:
         source = Checkpoint(directory)
@@ -139,9 +145,14 @@ def test_a_program_that_does_not_fit_is_not_built(
 
 
 def test_a_caller_that_gives_up_leaves_nothing_running(
-    checkpoint: Callable[..., Path], build: Callable[..., bool], children: Callable[[], set[int]]
+    checkpoint: Callable[..., Path],
+    build: Callable[..., bool],
+    children: Callable[[], set[int]],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C reaches the caller alone."""
+    """Ctrl-C reaches the caller alone. The other process hears of it before it has built a step."""
+    monkeypatch.setattr("mtpc.program.child_process._GRACE_S", 60)
     started: set[int] = set()
 
     def interrupt(progress: Progress) -> None:
@@ -154,6 +165,7 @@ def test_a_caller_that_gives_up_leaves_nothing_running(
     assert started
     assert not children()
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert not [*cache.glob(f"entries/*/{RECORD}")]
 
 
 def test_a_process_that_dies_is_an_error(
@@ -168,6 +180,31 @@ def test_a_process_that_dies_is_an_error(
 
     with pytest.raises(BackendError, match=r"ended with status -9.*--jobs 1"):
         build(checkpoint("mimo", "random"), kill)
+
+
+START = """
+import threading
+from mtpc.environment import without_blas_threads
+with without_blas_threads():
+    import torch
+from mtpc.program.processes import start_beside
+
+def started():
+    process, pipe = start_beside("mtpc.program.child_process")
+    pipe.close()
+    return type(process).__name__, process.wait() != 0
+
+print(started())
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print(started())
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch has numpy's BLAS")
+def test_a_process_of_one_thread_is_copied() -> None:
+    """And both ways it ends at once where its caller's end of the pipe is closed."""
+    done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["('Copy', True)", "('Popen', True)"], done.stderr
 
 
 def test_where_no_process_is_of_use(

@@ -22,7 +22,7 @@ from mtpc.errors import OptionError
 from mtpc.models.load import load
 from mtpc.passes.quantise_draft import draft_spec
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 from mtpc.weights.grouped import (
     GroupedWeight,
     GroupForm,

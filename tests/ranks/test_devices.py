@@ -34,15 +34,17 @@ from mtpc.capture.graph import get_tensor, operators
 from mtpc.errors import BackendError, OptionError, RankError
 from mtpc.models.load import load
 from mtpc.ops.collectives import group_of, is_collective
-from mtpc.passes import Sharding
-from mtpc.program import follow, rank_exchanges
+from mtpc.passes.shard import Sharding
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.follow import FollowingProgram, LeadingProgram, StepWatch, ranked
+from mtpc.program.follow import FollowingProgram, LeadingProgram, ranked
 from mtpc.program.memory_plan import MemoryPlan, least_pages
 from mtpc.program.program import BuiltSteps, StepBinder
-from mtpc.program.rank_exchanges import Seen, choose_device, make_group, step_timeout_s, why_apart
-from mtpc.program.rank_share import AgreeOnCalls, RankShare, read_part
-from mtpc.program.ranks import Ranks
+from mtpc.ranks import exchanges as between_ranks
+from mtpc.ranks import watch as watching
+from mtpc.ranks.exchanges import Seen, choose_device, make_group, step_timeout_s, why_apart
+from mtpc.ranks.group import Ranks
+from mtpc.ranks.share import AgreeOnCalls, RankShare, read_part
+from mtpc.ranks.watch import StepWatch
 
 ours = torch.ops.mtpc
 GPUS = ("a", "b", "c")
@@ -130,7 +132,7 @@ def refuse(ranks: Ranks) -> list[str]:
             patch.setattr(torch.cuda, "device_count", lambda: 0)
             patch.setattr(torch.cuda, "current_device", lambda: 0)
         with pytest.raises((BackendError, RankError)) as caught:
-            rank_exchanges.join_devices(ranks)
+            between_ranks.join_devices(ranks)
         said.append(f"{type(caught.value).__name__}: {caught.value}")
     patch.undo()
     return said
@@ -339,7 +341,7 @@ def test_a_device_has_only_its_rank_s_part(
 
 def watch_steps(ranks: Ranks) -> Iterator[Any]:
     """Rank 0 launches a step that does not end until it is aborted."""
-    follow._POLL_S, follow._ANSWER_S, follow._END_S = 0.05, 1.0, 30.0
+    watching._POLL_S, watching._ANSWER_S, watching._END_S = 0.05, 1.0, 30.0
     aborted = threading.Event()
     store = dist.distributed_c10d._get_default_store()
     watch = StepWatch(ranks.rank, ranks.size, store, "test", 0.5, aborted.set)
@@ -381,7 +383,7 @@ def test_a_process_ends_if_nothing_ends_its_step(tmp_path: Path) -> None:
     """When the abort of exchanges has no effect."""
     child = os.fork()
     if not child:
-        follow._POLL_S, follow._ANSWER_S, follow._END_S = 0.05, 0.1, 0.3
+        watching._POLL_S, watching._ANSWER_S, watching._END_S = 0.05, 0.1, 0.3
         watch = StepWatch(0, 2, dist.HashStore(), "test", 0.2, lambda: None)
         watch.wait(lambda: time.sleep(60))
     until = time.monotonic() + 20

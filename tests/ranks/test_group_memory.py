@@ -24,9 +24,9 @@ from mtpc.backends.cpu_kernels import kernel_table, load_kernels
 from mtpc.backends.lower_tape import lower_to_tape
 from mtpc.backends.tape import open_tape, write_tape
 from mtpc.capture.graph import get_tensor
-from mtpc.program import rank_exchanges
-from mtpc.program.rank_exchanges import share_memory
-from mtpc.program.ranks import Ranks
+from mtpc.ranks import exchanges
+from mtpc.ranks.exchanges import share_memory
+from mtpc.ranks.group import Ranks
 
 load_kernels()
 GROUP = "0"
@@ -197,10 +197,8 @@ def fall_back(ranks: Ranks) -> list[str]:
         torch.ops.mtpc_cpu.all_reduce(part, GROUP)
     with pytest.MonkeyPatch.context() as patch:
         if ranks.rank == 1:
-            place = rank_exchanges._place
-            patch.setattr(
-                rank_exchanges, "_place", lambda *of: replace(place(*of), machine="another")
-            )
+            place = exchanges._place
+            patch.setattr(exchanges, "_place", lambda *of: replace(place(*of), machine="another"))
         said.append(share_memory(ranks, SLOT))
     said.append(share_memory(ranks, SLOT))
     assert torch.ops.mtpc_cpu.all_reduce(part, GROUP)[0] == ranks.size

@@ -21,10 +21,10 @@ import mtpc
 from mtpc.backends import make_backend
 from mtpc.errors import CheckpointError, RankError
 from mtpc.models.load import load
-from mtpc.program import rank_share
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.rank_share import read_part
-from mtpc.program.ranks import Ranks
+from mtpc.ranks import share
+from mtpc.ranks.group import Ranks
+from mtpc.ranks.share import read_part
 
 MIB = 1 << 20
 OPTIONS: dict[str, Any] = {**TINY, "spec_tokens": 1, "batch_buckets": (1,), "max_len": 16}
@@ -129,9 +129,9 @@ def test_equal_ends_are_in_memory_once(is_equal: bool, tmp_path: Path) -> None:
 
 def unexplained(ranks: Ranks, directory: Path) -> list[str]:
     """The fallbacks where nothing says how one weight is made of stored tensors."""
-    known = rank_share.weight_recipes
+    known = share.weight_recipes
     pytest.MonkeyPatch().setattr(
-        rank_share,
+        share,
         "weight_recipes",
         lambda loaded: {n: r for n, r in known(loaded).items() if n != "lm_head.weight"},
     )

@@ -17,7 +17,7 @@ from mtpc.capture.graph import operators
 from mtpc.errors import OptionError
 from mtpc.models.load import load
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 from mtpc.weights.recipes import Packed, Rows, allocate, from_json, make, to_json
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from mtpc.plan import Plan
 from mtpc.program.build import build
 from mtpc.program.open_cache import open_cache, restore
 from mtpc.program.program import BuiltSteps, bind_program
-from mtpc.program.ranks import Ranks, all_parts
+from mtpc.ranks.group import Ranks, all_parts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.recipes import Join, Rows, make, take_early
 

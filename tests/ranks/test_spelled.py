@@ -21,9 +21,9 @@ from mtpc.backends.gpu.passes.spell_collectives import SpellCollectives
 from mtpc.capture.graph import operators
 from mtpc.models.load import load
 from mtpc.ops import collectives
-from mtpc.passes import Sharding
+from mtpc.passes.shard import Sharding
 from mtpc.program.compiler import StepCompiler
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 
 ours = torch.ops.mtpc
 GROUP = "0"

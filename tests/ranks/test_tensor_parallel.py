@@ -20,7 +20,7 @@ from mtpc.errors import OptionError, RankError, UnsupportedModelError
 from mtpc.passes import held
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.open_cache import open_cache
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.weights.write_quantised import quantise_checkpoint
 

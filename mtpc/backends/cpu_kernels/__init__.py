@@ -16,7 +16,7 @@ references, on each level:
   `packed_linear` and `packed_gated_linear` their weight, `linear_chain` each of its weights.
 - `sample` costs a row what its request asked for: a greedy one, one pass over the logits.
 - No kernel needs Python's lock, and tapes run without it (`torch.classes.mtpc_runner.Tape`).
-- Collectives go through memory that the group's ranks share (`program/rank_exchanges.py`); without
+- Collectives go through memory that the group's ranks share (`ranks/exchanges.py`); without
   it they are an error here, and a tape calls their references.
 
 Sums are accumulated in float32, in float64 for float64 queries or rows. Elements of q, x, caches

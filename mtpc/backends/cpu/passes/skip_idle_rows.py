@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from mtpc.capture.effects import eliminate_dead_nodes
 from mtpc.capture.graph import StepGraph, arguments, first_argument
 from mtpc.layout import LOGITS_STARTS, StepKey
 from mtpc.ops.traits import counts_rows, is_view, traits_of
@@ -41,6 +42,8 @@ class SkipIdleRows(Pass, policy="backend", name=SKIP_IDLE_ROWS):
                 counted.append(node)
         for node in counted:
             _clear_if_read(graph.graph, node)
+        if not counted:
+            eliminate_dead_nodes(graph.graph)  # The counts, which nothing reads.
         return len(counted)
 
 

@@ -34,7 +34,7 @@ from mtpc.errors import BackendError
 from mtpc.ops.collectives import group_of
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 _BACKEND = "nccl"
 _BY_NCCL = "GPUs exchange small values by NCCL, not by a kernel"

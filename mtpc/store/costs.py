@@ -7,8 +7,8 @@ from collections import Counter
 import torch
 
 from mtpc.errors import CacheError
-from mtpc.program.step_cache import StepCache
-from mtpc.store.key import digest
+from mtpc.store.entries import EntryStore
+from mtpc.store.key import Fields, digest
 from mtpc.store.lookup import find, keep
 from mtpc.store.machine import cpu_name
 
@@ -19,13 +19,15 @@ class CostEntry:
     """The costs of one program's steps on this machine.
 
     Args:
-        cache: holds the steps. If it is frozen, nothing is written.
+        store: the graph cache.
+        program: the program's fields in the keys of its steps.
+        frozen: whether nothing is written.
     """
 
-    def __init__(self, cache: StepCache):
-        self._store, self._frozen = cache.store, cache.plan.frozen
+    def __init__(self, store: EntryStore, program: Fields, frozen: bool):
+        self._store, self._frozen = store, frozen
         machine = {"machine.cpu": cpu_name(), "machine.threads": str(torch.get_num_threads())}
-        self._fields = {**cache.program, **machine, "kind": "costs"}
+        self._fields = {**program, **machine, "kind": "costs"}
 
     def read(self, notes: Counter[str]) -> bytes | None:
         """The costs; None if there are none, or if they are damaged, which `notes` then counts."""

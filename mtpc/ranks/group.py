@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -14,11 +14,8 @@ import torch.distributed as dist
 import mtpc
 from mtpc.backends.peer_memory import MOST_BYTES
 from mtpc.errors import LostRankError, OptionError, RankError
-from mtpc.plan import Plan
-from mtpc.program.open_cache import checkpoint_fields, sample_digest
-from mtpc.program.rank_exchanges import join_devices, kind_of_device
+from mtpc.ranks.exchanges import join_devices, kind_of_device
 from mtpc.store.sources import source_fields
-from mtpc.weights.checkpoint import Checkpoint
 
 T = TypeVar("T")
 DEFAULT_GROUP = "0"
@@ -66,13 +63,18 @@ class Ranks:
         """A copy without the process group, for another process that builds for this rank."""
         return replace(self, control=None)
 
-    def compare(self, source: Any, plan: Plan) -> None:
-        """Check that all ranks have the same versions, model and options.
+    def compare(self, program: Mapping[str, str]) -> None:
+        """Check that all ranks have the same program, versions and kind of device.
+
+        Args:
+            program: facts of the model and the options, by name.
 
         Raises:
             RankError: a rank differs; the message says which, and in what.
         """
-        facts = _facts(source, plan, self.on_gpus)
+        facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields(), **program}
+        if self.on_gpus:
+            facts["device"] = kind_of_device()
         for rank, other in enumerate(self.tell_all(facts)):
             names = [name for name, value in other.items() if facts.get(name) != value]
             if names:
@@ -165,13 +167,3 @@ def join_ranks(size: int, on_gpus: bool = False) -> Ranks:
     group, apart = join_devices(ranks)
     peer_bytes = 0 if apart else MOST_BYTES
     return replace(ranks, group=group, on_gpus=True, peer_bytes=peer_bytes, apart=apart)
-
-
-def _facts(source: Any, plan: Plan, on_gpus: bool) -> dict[str, str]:
-    """What must be the same on every rank."""
-    facts = {"mtpc": mtpc.__version__, "torch": torch.__version__, **source_fields()}
-    if isinstance(source, Checkpoint):
-        facts |= checkpoint_fields(source) | {"model.values": sample_digest(source)}
-    if on_gpus:
-        facts["device"] = kind_of_device()
-    return {**facts, "options": repr(plan.asked.settled())}

@@ -27,13 +27,13 @@ from mtpc.models.shards import ShardPlan
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.ops.attention import HEADS
 from mtpc.ops.collectives import is_collective
-from mtpc.passes import Pass, Sharding
-from mtpc.passes.shard import CutWeight
+from mtpc.passes import Pass
+from mtpc.passes.shard import CutWeight, Sharding
 from mtpc.weights.recipes import Recipe
 from mtpc.weights.stored import StoredWeights
 
 if TYPE_CHECKING:
-    from mtpc.program.ranks import Ranks
+    from mtpc.ranks.group import Ranks
 
 
 class RankShare:
