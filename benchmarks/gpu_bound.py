@@ -27,14 +27,16 @@ from benchmarks.harness import command
 from benchmarks.harness.released_shapes import RELEASED
 from mtpc import CompileOptions
 from mtpc.backends import aiter
-from mtpc.backends.aiter.facts import DEVICES, HEADS
+from mtpc.backends.aiter.facts import DEVICES
+from mtpc.backends.aiter.limits import latent_parts
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CrossBackend
 from mtpc.capture.graph import StepGraph, operators
-from mtpc.layout import Layout, StepKey
+from mtpc.layout import Layout
 from mtpc.models.load import load_planned
 from mtpc.plan import make_plan
 from mtpc.program.compiler import StepCompiler
+from mtpc.program.ranks import Ranks
 
 PAGE = ROOT / "docs" / "gpu.md"
 BATCH, SPEC_TOKENS = 8, 3
@@ -79,9 +81,8 @@ def _absent(published: aiter.Published) -> Callable[..., Any]:
     return lambda weight, **_: weight
 
 
-@torch.no_grad()
-def rewritten(name: str, directory: Path) -> StepGraph:
-    """The decode step of a released model, before its operators are bound."""
+def compiler_of(name: str, directory: Path, ranks: int = 1) -> StepCompiler:
+    """Of a released model's steps, on the first of some ranks; operators stay unbound."""
     model = RELEASED[name]
     model.write(directory)
     drafts = SPEC_TOKENS if model.has_drafts else 0
@@ -91,9 +92,10 @@ def rewritten(name: str, directory: Path) -> StepGraph:
     )  # fmt: skip
     plan = make_plan(options)
     loaded = load_planned(directory, plan, headers_only=True)
-    compiler = StepCompiler(loaded, plan, _Rewriter(), new_buffer=Layout.reserve)
+    shared = Ranks(0, ranks) if ranks > 1 else None
+    compiler = StepCompiler(loaded, plan, _Rewriter(), new_buffer=Layout.reserve, ranks=shared)
     compiler.weights.defers = True
-    return compiler.rewritten(StepKey.decode(BATCH, drafts))
+    return compiler
 
 
 @torch.no_grad()
@@ -121,17 +123,21 @@ def count(graph: StepGraph, device: str) -> Count:
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A row for each model and the devices on which it is bound alike."""
+    """A row for each model, number of ranks, and devices on which it is bound alike."""
     for name in names:
-        with tempfile.TemporaryDirectory() as directory:
-            graph = rewritten(name, Path(directory))
-            counts = {device: count(graph, device) for device in DEVICES}
-        for found in dict.fromkeys(counts.values()):
-            on = " ".join(device for device, other in counts.items() if other == found)
-            why = "; ".join(f"{operator}: {reason}" for operator, reason in found.why)
-            stored = RELEASED[name].form
-            told = [found.of(library) for library in _NAMES]
-            yield (name, stored, on, *told, str(found.products), why or "-")
+        model = RELEASED[name]
+        for ranks in model.ranks:
+            with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+                compiler = compiler_of(name, Path(directory), ranks)
+                decode = next(key for key in compiler.keys if key.phase == "decode")
+                graph = compiler.rewritten(decode)
+                counts = {device: count(graph, device) for device in DEVICES}
+            for found in dict.fromkeys(counts.values()):
+                on = " ".join(device for device, other in counts.items() if other == found)
+                why = "; ".join(f"{operator}: {reason}" for operator, reason in found.why)
+                told = [found.of(library) for library in _NAMES]
+                whole = name if ranks == 1 else f"{name}, a rank of {ranks}"
+                yield (whole, model.form, on, *told, str(found.products), why or "-")
 
 
 COLUMNS = ("model", "stored as", "on", "aiter", "Triton", "a reference", "products", "not aiter")
@@ -142,15 +148,29 @@ def counts_table(names: Sequence[str]) -> str:
     return _table(COLUMNS, rows(names))
 
 
+SHOWN = (128, 64, 32, 20, 16, 8)
+"""Heads: DeepSeek-V3's on 1 to 16 ranks, and GLM-4.7-Flash's."""
+
+
 def heads_table() -> str:
     """Latent attention by heads."""
     made = []
-    for each in HEADS.values():
-        most = "any" if each.rows is None else f"up to {each.rows}"
-        decode = f"{most} (aiter's tests: {each.tested})"
-        made.append((str(each.heads), " ".join(each.devices), decode,
-                     "yes" if each.prompts else "no"))  # fmt: skip
-    return _table(("heads", "on", "rows of a request, decoding", "prompts"), made)
+    for heads in SHOWN:
+        cells = {device: _parts(heads, device) for device in DEVICES}
+        for found in dict.fromkeys(cells.values()):
+            on = " ".join(device for device, other in cells.items() if other == found)
+            made.append((str(heads), on, *found))
+    return _table(("heads", "on", "1 row", "2", "4", "8", "more", "prompts"), made)
+
+
+def _parts(heads: int, device: str) -> tuple[str, ...]:
+    """The calls of aiter by rows of a request, each with its heads."""
+    told = []
+    for rows in (1, 2, 4, 8, 16, None):
+        parts = latent_parts(heads, rows, device)
+        several = f"{parts.calls} x " if parts.calls > 1 else ""
+        told.append(f"{several}{parts.heads}")
+    return tuple(told)
 
 
 def _table(columns: Sequence[str], made: Any) -> str:

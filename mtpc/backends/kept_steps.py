@@ -81,16 +81,21 @@ class KeptSteps:
 
         Raises:
             BackendError: see `lower`.
+            CacheError: the store is frozen, and lacks the step or a part of it.
         """
         fields = {**step_fields(graph), **self.machine}
         try:
             _check_torchs_directory()
         except CacheError as error:
+            if self.store.frozen:
+                raise
             self.note(f"{graph.name} is compiled without the graph cache: {error}")
             return self.lower(graph)
         known = self._hand_over(fields, self.note)
         if known is not None:
             return self._lowered_with(graph, fields, known)
+        if self.store.frozen:
+            raise self._lacks(graph)
         with self._locked(fields) as is_held:
             if not is_held:
                 return self.lower(graph)
@@ -106,8 +111,18 @@ class KeptSteps:
         """Lower a step after torch was given an entry; `known` is what the entry holds."""
         run, made = _record(lambda: self.lower(graph))
         if not made.names <= known:
+            if self.store.frozen:
+                raise self._lacks(graph)
             self.note(f"{graph.name} was compiled again: its entry in the graph cache lacks a part")
-        return _FirstRun(run, partial(self._add, fields, known, made))
+        return run if self.store.frozen else _FirstRun(run, partial(self._add, fields, known, made))
+
+    def _lacks(self, graph: StepGraph) -> CacheError:
+        """What a start says that may not compile a step."""
+        return CacheError(
+            f"frozen, and the graph cache {self.store.root} lacks {graph.name}, or a part of it, "
+            "for this device, these versions and these sizes, num_pages among them; start once "
+            "without frozen on such a device"
+        )
 
     def _add(self, fields: Fields, known: Names, lowering: Artifacts, first: Artifacts) -> None:
         """Replace an entry by one that also has what a first run adds; leave it if it has all."""

@@ -1964,6 +1964,13 @@ FAULTS = (
         "gpu/test_aiter.py::test_operators_have_the_traits_of_what_they_compute",
     ),
     Fault(
+        "a frozen cache lets a GPU's step be compiled",
+        "backends/kept_steps.py",
+        "if self.store.frozen:\n            raise self._lacks(graph)",
+        "",
+        "gpu/test_kept_steps.py::test_a_frozen_cache_serves_what_it_has_and_compiles_nothing",
+    ),
+    Fault(
         "aiter: a prompt's grid is that of the average request",
         "backends/aiter/ops.py",
         "max_seqlen_q=q.shape[0],",
