@@ -23,6 +23,7 @@ import torch
 import transformers
 
 from benchmarks import ROOT
+from benchmarks.gpu_model import BEFORE, Case, one_layer
 from benchmarks.harness import command
 from benchmarks.harness.released_shapes import RELEASED
 from mtpc import CompileOptions
@@ -39,7 +40,7 @@ from mtpc.program.compiler import StepCompiler
 from mtpc.program.ranks import Ranks
 
 PAGE = ROOT / "docs" / "gpu.md"
-BATCH, SPEC_TOKENS = 8, 3
+BATCH, SPEC_TOKENS, CONTEXT = 8, 3, 4096
 END = "<!-- end of what was made -->"
 _NAMES = ("aiter", "triton", "reference")
 _LIBRARIES = dict(zip(("mtpc_aiter", "mtpc_triton", "mtpc"), _NAMES, strict=True)) | {
@@ -143,9 +144,24 @@ def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
 COLUMNS = ("model", "stored as", "on", "aiter", "Triton", "a reference", "products", "not aiter")
 
 
-def counts_table(names: Sequence[str]) -> str:
+def counts_table(names: Sequence[str] = tuple(RELEASED)) -> str:
     """The table of counts."""
     return _table(COLUMNS, rows(names))
+
+
+LAYERS = ("glm4-8b", "glm4.5-air", "mla-moe-16b", "deepseek-v3")
+
+
+def layers_table(shapes: Sequence[str] = LAYERS) -> str:
+    """A layer of a decode step, before and after the passes of GPUs, on Triton's kernels."""
+    made = []
+    for shape in shapes:
+        case, cells = Case(shape, BATCH, SPEC_TOKENS, False), list[str]()
+        for disabled in (BEFORE, ()):
+            launches, moved = one_layer(case, CONTEXT, disabled)
+            cells += [str(launches), f"{moved / 1e6:.1f}"]
+        made.append((shape, *cells))
+    return _table(("shape", "launches before", "MB before", "launches", "MB"), made)
 
 
 SHOWN = (128, 64, 32, 20, 16, 8)
@@ -197,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="into docs/gpu.md")
     args: argparse.Namespace = parser.parse_args(argv)
     transformers.utils.logging.set_verbosity_error()
-    parts = {"counts": counts_table(list(RELEASED)), "heads": heads_table()}
-    for part, table in parts.items():
+    makers = {"heads": heads_table, "layers": layers_table, "counts": counts_table}
+    for part, make in makers.items():
+        table = make()
         print(table)
         if args.write:
             PAGE.write_text(put(PAGE.read_text(), part, table))

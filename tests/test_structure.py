@@ -248,7 +248,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2450,
-    "backends": 14760,
+    "backends": 14830,
     "capture": 1290,
     "certificate": 1510,
     "cli": 4520,
@@ -258,7 +258,7 @@ LINES = {
     "integrations": 5060,
     "layout": 1220,
     "models": 9320,
-    "ops": 2720,
+    "ops": 2725,
     "passes": 2550,
     "program": 5160,
     "server": 4350,

@@ -2,8 +2,8 @@
 
 Layers are cut to one of each kind. Sizes of DeepSeek-V3 and Qwen3-Next are those of the released
 config.json files. DeepSeek-V4's, GLM-4.7-Flash's and gpt-oss's are the defaults of transformers'
-config classes: of gpt-oss-120b, and V4-Flash. GLM-4.5's are those of slime, the framework that trained it
-(scripts/models/glm4.5-355B-A32B.sh).
+config classes: of gpt-oss-120b, and V4-Flash. GLM-4.5's are those of slime, the framework that
+trained it (scripts/models/glm4.5-355B-A32B.sh).
 """
 
 from __future__ import annotations

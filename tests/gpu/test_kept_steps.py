@@ -236,7 +236,9 @@ def test_a_frozen_cache_serves_what_it_has_and_compiles_nothing(
     one whose directory others could have written."""
     root = tmp_path / "cache"
     empty = start(EntryStore(root, frozen=True), tunes=True)
-    with pytest.raises(CacheError, match=rf"^frozen, and the graph cache .* lacks {re.escape(STEP)}"):
+    with pytest.raises(
+        CacheError, match=rf"^frozen, and the graph cache .* lacks {re.escape(STEP)}"
+    ):
         empty.step()
     assert (empty.torch.compiled, _pins(root)) == ([], {})
     start(tunes=True).step()

@@ -43,7 +43,8 @@ def latent_attention(
     (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
     rows = latent_rows(q.shape[0], num_reqs, place.phase)
     lists = token_lists(block_table, seq_lens, page_size)
-    given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank, *lists)
+    given: tuple[Any, ...] = (latent_cache, block_table, seq_lens, query_start_loc, scale,
+                              latent_rank, *lists)  # fmt: skip
     if rows is not None:
         splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
