@@ -22,9 +22,7 @@ from mtpc.program.build import build_for_targets
 
 pytestmark = pytest.mark.gpu_compile
 
-SPILLS = {"hip:gfx942": 17, "hip:gfx950": 17, "hip:gfx1201": 372}
-"""Registers of a thread that may be in memory: of a candidate for two waves a unit, with float8
-linears of 32 rows, which a device would measure. RDNA has half of what CDNA has."""
+AMD = [name for name, target in TARGETS.items() if target.vendor == "hip"]
 FAST = ("Qwen3-Next-80B", "hip:gfx942")
 
 
@@ -33,11 +31,12 @@ FAST = ("Qwen3-Next-80B", "hip:gfx942")
     [
         pytest.param(name, target, marks=[] if (name, target) == FAST else pytest.mark.slow)
         for name in RELEASED
-        for target in SPILLS
+        for target in AMD
     ],
 )
 def test_its_steps_are_built_for_amd(name: str, target: str, tmp_path: Path) -> None:
-    """In a minute each."""
+    """In a minute each, but DeepSeek-V3's, which takes several. What spills, `test_crosscompile`
+    says of each kernel."""
     tmp_path.chmod(0o755)
     (tmp_path / "model").mkdir()
     model, device = RELEASED[name], TARGETS[target]
@@ -53,7 +52,6 @@ def test_its_steps_are_built_for_amd(name: str, target: str, tmp_path: Path) -> 
     assert len({made.kernel for made in report.kernels}) > 4
     for made in report.kernels:
         assert made.resources.shared_bytes <= device.shared_bytes
-        assert made.resources.spills <= SPILLS[target], made
     # Choices of latent attention for a GPU with more shared memory; all else is built.
     left = [note for note in report.notes if "left out: latent_attention_kernel takes" not in note]
     assert left == []
