@@ -21,23 +21,26 @@ from typing import Any
 
 import torch
 import transformers
+from mtpc.program.ranks import Ranks
 
 from benchmarks import ROOT
+from benchmarks.gpu_model import BEFORE, Case, one_layer
 from benchmarks.harness import command
 from benchmarks.harness.released_shapes import RELEASED
 from mtpc import CompileOptions
 from mtpc.backends import aiter
-from mtpc.backends.aiter.facts import DEVICES, HEADS
+from mtpc.backends.aiter.facts import DEVICES
+from mtpc.backends.aiter.limits import latent_parts
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CrossBackend
 from mtpc.capture.graph import StepGraph, operators
-from mtpc.layout import Layout, StepKey
+from mtpc.layout import Layout
 from mtpc.models.load import load_planned
 from mtpc.plan import make_plan
 from mtpc.program.compiler import StepCompiler
 
 PAGE = ROOT / "docs" / "gpu.md"
-BATCH, SPEC_TOKENS = 8, 3
+BATCH, SPEC_TOKENS, CONTEXT = 8, 3, 4096
 END = "<!-- end of what was made -->"
 _NAMES = ("aiter", "triton", "reference")
 _LIBRARIES = dict(zip(("mtpc_aiter", "mtpc_triton", "mtpc"), _NAMES, strict=True)) | {
@@ -79,9 +82,8 @@ def _absent(published: aiter.Published) -> Callable[..., Any]:
     return lambda weight, **_: weight
 
 
-@torch.no_grad()
-def rewritten(name: str, directory: Path) -> StepGraph:
-    """The decode step of a released model, before its operators are bound."""
+def compiler_of(name: str, directory: Path, ranks: int = 1) -> StepCompiler:
+    """Of a released model's steps, on the first of some ranks; operators stay unbound."""
     model = RELEASED[name]
     model.write(directory)
     drafts = SPEC_TOKENS if model.has_drafts else 0
@@ -91,9 +93,10 @@ def rewritten(name: str, directory: Path) -> StepGraph:
     )  # fmt: skip
     plan = make_plan(options)
     loaded = load_planned(directory, plan, headers_only=True)
-    compiler = StepCompiler(loaded, plan, _Rewriter(), new_buffer=Layout.reserve)
+    shared = Ranks(0, ranks) if ranks > 1 else None
+    compiler = StepCompiler(loaded, plan, _Rewriter(), new_buffer=Layout.reserve, ranks=shared)
     compiler.weights.defers = True
-    return compiler.rewritten(StepKey.decode(BATCH, drafts))
+    return compiler
 
 
 @torch.no_grad()
@@ -121,36 +124,69 @@ def count(graph: StepGraph, device: str) -> Count:
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """A row for each model and the devices on which it is bound alike."""
+    """A row for each model, number of ranks, and devices on which it is bound alike."""
     for name in names:
-        with tempfile.TemporaryDirectory() as directory:
-            graph = rewritten(name, Path(directory))
-            counts = {device: count(graph, device) for device in DEVICES}
-        for found in dict.fromkeys(counts.values()):
-            on = " ".join(device for device, other in counts.items() if other == found)
-            why = "; ".join(f"{operator}: {reason}" for operator, reason in found.why)
-            stored = RELEASED[name].form
-            told = [found.of(library) for library in _NAMES]
-            yield (name, stored, on, *told, str(found.products), why or "-")
+        model = RELEASED[name]
+        for ranks in model.ranks:
+            with tempfile.TemporaryDirectory() as directory, torch.no_grad():
+                compiler = compiler_of(name, Path(directory), ranks)
+                decode = next(key for key in compiler.keys if key.phase == "decode")
+                graph = compiler.rewritten(decode)
+                counts = {device: count(graph, device) for device in DEVICES}
+            for found in dict.fromkeys(counts.values()):
+                on = " ".join(device for device, other in counts.items() if other == found)
+                why = "; ".join(f"{operator}: {reason}" for operator, reason in found.why)
+                told = [found.of(library) for library in _NAMES]
+                whole = name if ranks == 1 else f"{name}, a rank of {ranks}"
+                yield (whole, model.form, on, *told, str(found.products), why or "-")
 
 
 COLUMNS = ("model", "stored as", "on", "aiter", "Triton", "a reference", "products", "not aiter")
 
 
-def counts_table(names: Sequence[str]) -> str:
+def counts_table(names: Sequence[str] = tuple(RELEASED)) -> str:
     """The table of counts."""
     return _table(COLUMNS, rows(names))
+
+
+LAYERS = ("glm4-8b", "glm4.5-air", "mla-moe-16b", "deepseek-v3")
+
+
+def layers_table(shapes: Sequence[str] = LAYERS) -> str:
+    """A layer of a decode step, before and after the passes of GPUs, on Triton's kernels."""
+    made = []
+    for shape in shapes:
+        case, cells = Case(shape, BATCH, SPEC_TOKENS, False), list[str]()
+        for disabled in (BEFORE, ()):
+            launches, moved = one_layer(case, CONTEXT, disabled)
+            cells += [str(launches), f"{moved / 1e6:.1f}"]
+        made.append((shape, *cells))
+    return _table(("shape", "launches before", "MB before", "launches", "MB"), made)
+
+
+SHOWN = (128, 64, 32, 20, 16, 8)
+"""Heads: DeepSeek-V3's on 1 to 16 ranks, and GLM-4.7-Flash's."""
 
 
 def heads_table() -> str:
     """Latent attention by heads."""
     made = []
-    for each in HEADS.values():
-        most = "any" if each.rows is None else f"up to {each.rows}"
-        decode = f"{most} (aiter's tests: {each.tested})"
-        made.append((str(each.heads), " ".join(each.devices), decode,
-                     "yes" if each.prompts else "no"))  # fmt: skip
-    return _table(("heads", "on", "rows of a request, decoding", "prompts"), made)
+    for heads in SHOWN:
+        cells = {device: _parts(heads, device) for device in DEVICES}
+        for found in dict.fromkeys(cells.values()):
+            on = " ".join(device for device, other in cells.items() if other == found)
+            made.append((str(heads), on, *found))
+    return _table(("heads", "on", "1 row", "2", "4", "8", "more", "prompts"), made)
+
+
+def _parts(heads: int, device: str) -> tuple[str, ...]:
+    """The calls of aiter by rows of a request, each with its heads."""
+    told = []
+    for rows in (1, 2, 4, 8, 16, None):
+        parts = latent_parts(heads, rows, device)
+        several = f"{parts.calls} x " if parts.calls > 1 else ""
+        told.append(f"{several}{parts.heads}")
+    return tuple(told)
 
 
 def _table(columns: Sequence[str], made: Any) -> str:
@@ -177,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="into docs/gpu.md")
     args: argparse.Namespace = parser.parse_args(argv)
     transformers.utils.logging.set_verbosity_error()
-    parts = {"counts": counts_table(list(RELEASED)), "heads": heads_table()}
-    for part, table in parts.items():
+    makers = {"heads": heads_table, "layers": layers_table, "counts": counts_table}
+    for part, make in makers.items():
+        table = make()
         print(table)
         if args.write:
             PAGE.write_text(put(PAGE.read_text(), part, table))

@@ -195,13 +195,34 @@ def case_rows(case: Case, context: int, device: str) -> list[dict[str, Any]]:
 def all_layers(
     case: Case, context: int, device: Device, disabled: tuple[str, ...] = ()
 ) -> list[Cost]:
-    """The operators of a step, ordered by distance from their floor.
+    """The operators of a step, ordered by distance from their floor."""
+    from benchmarks.gpu.traffic import Cost
+
+    few, more, copies = _two_depths(case, context, device, disabled)
+    none = Cost("", 0, 0, 0, 0, 0, 0)
+    found = [cost.extended(few.get(cost.operator, none), copies) for cost in more.values()]
+    return sorted(found, key=lambda cost: cost.floor - cost.seconds)
+
+
+def one_layer(case: Case, context: int, disabled: tuple[str, ...] = ()) -> tuple[int, float]:
+    """The launches of a decoder layer of the last kind, and the bytes that they move."""
+    from benchmarks.gpu.traffic import DEVICES, launches_of
+
+    few, more, _ = _two_depths(case, context, DEVICES["h200"], disabled)
+    launches = launches_of(more.values()) - launches_of(few.values())
+    return launches, sum(c.moved for c in more.values()) - sum(c.moved for c in few.values())
+
+
+def _two_depths(
+    case: Case, context: int, device: Device, disabled: tuple[str, ...]
+) -> tuple[dict[str, Cost], dict[str, Cost], int]:
+    """Operators of a step of few layers, those of one more, and how many more there are in all.
 
     Layers of one kind cost the same. So two models that differ by one layer of the last kind give
     the cost of all layers; Inductor would take minutes for all of them. It schedules the ends of a
     model of two layers in another way, so the smaller one has three.
     """
-    from benchmarks.gpu.traffic import Cost, Work, step_costs
+    from benchmarks.gpu.traffic import Work, step_costs
 
     (_, shape), work = SHAPES[case.shape], Work(case.batch, context)
     depth = shape.num_hidden_layers
@@ -210,10 +231,7 @@ def all_layers(
         step_costs(*step(unfilled(case.shape, layers), case, context, disabled), work, device)
         for layers in (least, least + 1)
     )
-    seen = {cost.operator: cost for cost in few}
-    none = Cost("", 0, 0, 0, 0, 0, 0)
-    found = [cost.extended(seen.get(cost.operator, none), depth - least) for cost in more]
-    return sorted(found, key=lambda cost: cost.floor - cost.seconds)
+    return {c.operator: c for c in few}, {c.operator: c for c in more}, depth - least
 
 
 def step(

@@ -249,7 +249,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2510,
-    "backends": 14490,
+    "backends": 14570,
     "capture": 1240,
     "certificate": 1510,
     "cli": 4350,
@@ -259,7 +259,7 @@ LINES = {
     "integrations": 5060,
     "layout": 1160,
     "models": 8930,
-    "ops": 2510,
+    "ops": 2530,
     "passes": 2420,
     "program": 4310,
     "ranks": 870,

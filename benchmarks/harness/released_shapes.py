@@ -1,9 +1,9 @@
 """Released models by their sizes and by how their files store weights, without the weights.
 
 Layers are cut to one of each kind. Sizes of DeepSeek-V3 and Qwen3-Next are those of the released
-config.json files. DeepSeek-V4's and gpt-oss's are the defaults of transformers' config classes,
-which are V4-Flash and gpt-oss-120b. GLM-4.5's are those of slime, the framework that trained it
-(scripts/models/glm4.5-355B-A32B.sh).
+config.json files. DeepSeek-V4's, GLM-4.7-Flash's and gpt-oss's are the defaults of transformers'
+config classes: of gpt-oss-120b, and V4-Flash. GLM-4.5's are those of slime, the framework that
+trained it (scripts/models/glm4.5-355B-A32B.sh).
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Released:
         form: how the files store weights, in words.
         store: the same for each tensor.
         has_drafts: whether it has an MTP layer.
+        ranks: on how many it may be shared.
     """
 
     config: Mapping[str, Any]
@@ -51,6 +52,7 @@ class Released:
     store: Store
     says: Mapping[str, Any] | None = None
     has_drafts: bool = True
+    ranks: tuple[int, ...] = (1,)
 
     def write(self, directory: Path) -> None:
         """Write config.json, and files of weights that are headers without data."""
@@ -136,6 +138,10 @@ _GLM = dict(
     use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5,
     max_position_embeddings=131_072, num_nextn_predict_layers=1,
 )  # fmt: skip
+_FLASH = dict(
+    architectures=["Glm4MoeLiteForCausalLM"], model_type="glm4_moe_lite", dtype="bfloat16",
+    num_hidden_layers=2, mlp_layer_types=["dense", "sparse"], num_nextn_predict_layers=1,
+)  # fmt: skip
 _V4 = dict(
     architectures=["DeepseekV4ForCausalLM"], model_type="deepseek_v4", dtype="bfloat16",
     num_hidden_layers=3, num_nextn_predict_layers=1,
@@ -162,6 +168,7 @@ RELEASED: Mapping[str, Released] = {
         "bfloat16", _plain,
     ),
     "GLM-4.5": Released(_GLM, "bfloat16", _plain),
+    "GLM-4.7-Flash": Released(_FLASH, "bfloat16", _plain, ranks=(1, 2)),
     "gpt-oss-120b": Released(
         _OSS, "experts MXFP4, dequantised", _mxfp4_stacks, {"quant_method": "mxfp4"},
         has_drafts=False,

@@ -70,7 +70,12 @@ class KeptSteps:
     report: Report = silent
 
     def __call__(self, graph: StepGraph) -> Run:
-        """Lower a step, by its entry if there is one. Raises BackendError: see `lower`."""
+        """Lower a step, by its entry if there is one.
+
+        Raises:
+            BackendError: see `lower`.
+            CacheError: the store is frozen, and lacks the step or a part of it.
+        """
         fields = {**step_fields(graph), **self.machine}
         try:
             # No other user may write there: torch runs what it finds, and the graph cache keeps it.
@@ -82,11 +87,15 @@ class KeptSteps:
                     path.chmod(DIRECTORY_MODE)
             check_owner(path)
         except CacheError as error:
+            if self.store.frozen:
+                raise
             self.note(f"{graph.name} is compiled without the graph cache: {error}")
             return self.lower(graph)
         known = self._hand_over(fields, self.note)
         if known is not None:
             return self._lowered_with(graph, fields, known)
+        if self.store.frozen:
+            raise self._lacks(graph)
         with self._locked(fields) as is_held:
             if not is_held:
                 return self.lower(graph)
@@ -102,8 +111,18 @@ class KeptSteps:
         """Lower a step after torch was given an entry; `known` is what the entry holds."""
         run, made = _record(lambda: self.lower(graph))
         if not made.names <= known:
+            if self.store.frozen:
+                raise self._lacks(graph)
             self.note(f"{graph.name} was compiled again: its entry in the graph cache lacks a part")
-        return _FirstRun(run, partial(self._add, fields, known, made))
+        return run if self.store.frozen else _FirstRun(run, partial(self._add, fields, known, made))
+
+    def _lacks(self, graph: StepGraph) -> CacheError:
+        """What a start says that may not compile a step."""
+        return CacheError(
+            f"frozen, and the graph cache {self.store.root} lacks {graph.name}, or a part of it, "
+            "for this device, these versions and these sizes, num_pages among them; start once "
+            "without frozen on such a device"
+        )
 
     def _add(self, fields: Fields, known: Names, lowering: Artifacts, first: Artifacts) -> None:
         """Replace an entry by one that also has what a first run adds; leave it if it has all."""

@@ -58,6 +58,7 @@ class Table:
 
         Returns:
             The name of a way; and notes: why it was measured again, could not be, or is not kept.
+            A frozen store is not measured for: what it lacks runs by default.
         """
         kind = {"kind": KIND, "device": self.device, "configurations": "; ".join(names)}
         fields, notes = {**kind, **key}, list[str]()
@@ -84,6 +85,8 @@ class Table:
             return fastest(times())
         try:
             found = _read(self.store, what, names, fields, notes)
+            if found is None and self.store.frozen:
+                raise BackendError("the graph cache is frozen, and has no row of it")
             if found is None:
                 with self.store.lock(digest(fields), self.report):
                     # The process that held it may have written the row; damage was noted before.

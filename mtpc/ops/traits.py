@@ -99,6 +99,8 @@ UNKNOWN = Traits("all", "sums")
 """The traits of an operator that declares none: whatever it may do, this is true of it."""
 _DECLARED: dict[str, Traits] = {}
 """Of operators by name. As torch's own register of operators, it grows where they are declared."""
+_ALSO: dict[str, str] = {}
+"""Operators of backends whose names are not those of the operators that they compute -> these."""
 
 
 def operator(
@@ -131,6 +133,16 @@ def operator(
         return made
 
     return declare
+
+
+def share_traits(name: str, reference: OpOverload) -> None:
+    """Declare that a backend's operator `name` is one of several ways to compute a reference.
+
+    Args:
+        name: without its namespace.
+        reference: an overload of `mtpc::`.
+    """
+    _ALSO[name] = reference.overloadpacket.__name__
 
 
 def with_features(x: torch.Tensor, features: int) -> torch.Tensor:
@@ -187,7 +199,7 @@ def traits_of(target: Any) -> Traits:
     name = target._schema.name.partition("::")[2]
     if target.namespace != "aten":
         is_ours = target.namespace.startswith("mtpc")
-        return _DECLARED.get(name, UNKNOWN) if is_ours else UNKNOWN
+        return _DECLARED.get(_ALSO.get(name, name), UNKNOWN) if is_ours else UNKNOWN
     by_name = _ELEMENTS if torch.Tag.pointwise in target.tags else _ATEN_TRAITS.get(name, UNKNOWN)
     return _ATEN_TRAITS.get(f"{name}.{target._overloadname}", by_name)
 

@@ -193,7 +193,8 @@ def kernel_store(plan: Plan, cache: StepCache | None) -> EntryStore | None:
     if cache is not None:
         return cache.store
     row = first_choice(plan.backend)
-    return EntryStore(plan.cache_dir) if row and row.has_kernels and plan.use_cache else None
+    keeps = row is not None and row.has_kernels and plan.use_cache
+    return EntryStore(plan.cache_dir, plan.frozen) if keeps else None
 
 
 def open_cache(
@@ -211,14 +212,17 @@ def open_cache(
         ranks: those that share the model; each has steps of its own.
 
     Raises:
-        OptionError: the plan is `frozen`, but the backend traces its steps at every start,
-            or the model object has hooks or replaced forwards.
+        OptionError: the plan is `frozen`, but the backend keeps nothing of its steps, or they
+            cannot be identified: they are traced at every start and `require_sha256` is given, or
+            the model object has hooks or replaced forwards.
     """
     row = first_choice(plan.backend)
     if not plan.use_cache or row is None or not row.makes_files:
-        if plan.frozen:
+        is_kept = row is not None and row.is_gpu and not plan.require_sha256
+        if plan.frozen and not is_kept:
+            option = "require_sha256" if plan.require_sha256 else "frozen"
             raise OptionError(
-                f"frozen with backend {plan.backend!r}, which traces its steps at every start; "
+                f"{option} with backend {plan.backend!r}, which traces its steps at every start; "
                 f"use backend={PACKAGING!r}"
             )
         return None

@@ -74,10 +74,11 @@ class EntryStore:
 
     Args:
         root: its path; the first write creates it.
+        frozen: whether its users build nothing that it lacks.
     """
 
-    def __init__(self, root: Path):
-        self.root = root
+    def __init__(self, root: Path, frozen: bool = False):
+        self.root, self.frozen = root, frozen
 
     @property
     def _entries(self) -> Path:

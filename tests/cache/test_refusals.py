@@ -34,9 +34,8 @@ def test_frozen_says_what_is_missing(
     with pytest.raises(CacheError, match=r"decode.* is not in the cache .*: it holds no step"):
         warm("mimo", cache_dir=tmp_path)
     assert sorted(cpu_cache.rglob("*")) == before
-    for backend in ("eager", "cuda"):
-        with pytest.raises(OptionError, match=f"backend '{backend}', which traces its steps at ev"):
-            warm("mimo", backend=backend)
+    with pytest.raises(OptionError, match="backend 'eager', which traces its steps at ev"):
+        warm("mimo", backend="eager")
     with pytest.raises(OptionError, match="use_cache is False; expected True with frozen"):
         warm("mimo", use_cache=False)
 

@@ -26,7 +26,9 @@ import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
 from mtpc.backends.aiter import around
 from mtpc.backends.aiter.around import rows_off, token_lists
+from mtpc.backends.aiter.limits import Place
 from mtpc.backends.cuda import compile_flat
+from mtpc.ops.traits import UNKNOWN, traits_of
 
 pytestmark = pytest.mark.with_triton
 
@@ -48,16 +50,16 @@ class _Ours:
     """What takes the place of `torch.ops.mtpc`, to be called as it is."""
 
     def __init__(self, found: aiter.Found, phase: str = "decode"):
-        self._found, self._phase = found, phase
+        self._found, self._place = found, Place(phase, "gfx950")
 
     def paged_attention(self, *given: Any) -> Any:
         calls = (_operator(self._found, "paged_attention"),)
-        return around.paged_attention(calls, self._phase, *given)
+        return around.paged_attention(calls, self._place, *given)
 
     def latent_attention(self, *given: Any) -> Any:
         decode = _operator(self._found, "latent_attention")
         calls = (decode, torch.ops.mtpc_aiter.latent_prefill.default)
-        return around.latent_attention(calls, self._phase, *given)
+        return around.latent_attention(calls, self._place, *given)
 
 
 # ---- detection -------------------------------------------------------------------------------
@@ -196,10 +198,15 @@ def test_paged_attention_is_translated(
 
 
 @pytest.mark.parametrize(
-    ("page_size", "heads", "rows"), [(1, 16, 3), (16, 16, 3), (16, 8, 1), (16, 32, 5), (1, 128, 2)]
-)
+    ("page_size", "heads", "rows", "calls"),
+    [
+        (1, 16, 3, 1), (16, 16, 3, 1), (16, 8, 1, 1), (16, 32, 5, 1), (1, 128, 2, 1),
+        # In parts, of zeros, and both.
+        (16, 64, 4, 2), (16, 8, 2, 1), (16, 20, 4, 1), (1, 72, 4, 3),
+    ],
+)  # fmt: skip
 def test_latent_attention_is_translated(
-    page_size: int, heads: int, rows: int, install: Callable[..., None]
+    page_size: int, heads: int, rows: int, calls: int, install: Callable[..., None]
 ) -> None:
     """Requests that are off, page edges, wild entries behind a request's pages."""
     install(ALL)
@@ -209,20 +216,22 @@ def test_latent_attention_is_translated(
     batch.k[0] = 0  # The null page, which lists of requests that are off name.
     expected = batch.latent(REFERENCE, 512)
     close(batch.latent(_Ours(aiter.aiter_bindings()), 512), expected)
+    assert len(sys.modules["aiter.mla"].splits) == calls
     assert sys.modules["aiter.mla"].prompts == []
 
 
-def test_prompts_are_translated(install: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("heads", "calls"), [(16, 1), (64, 4), (20, 2), (8, 1)])
+def test_prompts_are_translated(heads: int, calls: int, install: Callable[..., None]) -> None:
     """Ragged rows; a request that is off."""
     install(ALL)
     rows = (5, 1, 17, 1)
     lengths = [*zip((37, 0, 17, 40), rows, strict=True)]
-    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(16, 1), dims=(576, 1))
+    kinds: dict[str, Any] = dict(dtype=torch.bfloat16, heads=(heads, 1), dims=(576, 1))
     batch = make_batch(lengths, page_size=16, **kinds)
     batch.k[0] = 0
     ours = _Ours(aiter.aiter_bindings(), "prefill")
     close(batch.latent(ours, 512), batch.latent(REFERENCE, 512))
-    assert sys.modules["aiter.mla"].prompts == [sum(rows)]
+    assert sys.modules["aiter.mla"].prompts == [sum(rows)] * calls
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -270,6 +279,18 @@ def test_lists_are_few_kernels() -> None:
     for ours, eager in zip(made, token_lists(table, lens, 1), strict=True):
         assert torch.equal(ours, eager)
     assert metrics.generated_kernel_count == 4
+
+
+def test_operators_have_the_traits_of_what_they_compute(install: Callable[..., None]) -> None:
+    """Else the verifier would not see that prompts read the cache, and refuse their steps."""
+    install(ALL)
+    assert len(aiter.aiter_bindings().bindings) == len(aiter.KERNELS)
+    for kernel in aiter.KERNELS:
+        wanted = traits_of(getattr(REFERENCE, kernel.around.__name__).default)
+        assert wanted != UNKNOWN
+        for call in kernel.calls:
+            ours = getattr(torch.ops.mtpc_aiter, call.operator.__name__).default
+            assert traits_of(ours) == wanted
 
 
 def test_nothing_is_declared_mutated(install: Callable[..., None]) -> None:

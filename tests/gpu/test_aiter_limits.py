@@ -19,6 +19,7 @@ from torch import fx
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
 from mtpc.backends.aiter import limits, sizes
+from mtpc.backends.aiter.limits import Parts, Place, latent_parts
 from mtpc.capture.graph import StepGraph
 from mtpc.layout import StepKey
 
@@ -68,61 +69,59 @@ def test_other_devices_are_refused(install: Callable[..., None]) -> None:
         assert binding.refuses(_attention(16), ANY_STEP) == reason
 
 
-def _latents(heads: int, rows: int, phase: str, device: str | None) -> str | None:
-    """Why a call of latent attention of two requests is refused."""
-    q = torch.empty(2 * rows, heads, 576, dtype=torch.bfloat16, device="meta")
-    cache = q.new_empty(9, 16, 576)
-    call = {"q": q, "latent_cache": cache, "block_table": q.new_empty(2, 4), "latent_rank": 512}
-    return limits.latent_attention(call, phase, device)
-
-
 @pytest.mark.parametrize("device", ["gfx942", "gfx950"])
-def test_every_call_that_is_taken_has_one_kernel(device: str, install: Callable[..., None]) -> None:
-    """By the dispatch of aiter's sources, for all heads and rows. What it would find, and mtpc
-    leaves out, are the cases that `facts.UNBOUND` names, and more rows than a kernel has."""
+def test_every_part_has_one_kernel(device: str, install: Callable[..., None]) -> None:
+    """By the dispatch of aiter's sources, for all heads and rows; together they are the heads."""
     install(ALL)
     aiter.aiter_bindings()
     theirs = sys.modules["aiter.mla"]
-    left_out = set()
     for heads in range(1, 130):
         for rows in range(1, 20):
-            found = theirs.kernels_of(device, heads, rows)
-            if _latents(heads, rows, "decode", device) is not None:
-                left_out |= {(heads, rows)} if found else set()
-                continue
-            ((_, most),) = found
+            parts = latent_parts(heads, rows, device)
+            ((_, most),) = theirs.kernels_of(device, parts.heads, rows)
             assert rows <= (most or rows)
-        prompts = _latents(heads, 5, "prefill", device) is None
-        assert prompts == (heads in theirs.PROMPTS)
-    beyond = {(16, rows) for rows in range(9, 20)} | {(64, rows) for rows in range(2, 20)}
-    assert left_out == beyond | ({(8, 2)} if device == "gfx950" else set())
+            assert heads <= parts.calls * parts.heads < heads + 128
+        parts = latent_parts(heads, None, device)
+        assert parts.heads in theirs.PROMPTS
+        assert heads <= parts.calls * parts.heads < heads + 16
 
 
-def test_what_bindings_take_is_what_the_data_say() -> None:
-    """DeepSeek-V3's heads at 1, 2, 4, 8 and 16 ranks: K = 0, 1, 3, 7, 9, and prompts."""
-    taken = {
-        (heads, device): [
-            *(rows for rows in (1, 2, 4, 8, 10) if not _latents(heads, rows, "decode", device)),
-            *(["prompts"] if not _latents(heads, 4, "prefill", device) else []),
-        ]
-        for heads in (128, 64, 32, 16, 8)
-        for device in ("gfx942", "gfx950")
-    }
-    rows = [1, 2, 4, 8, 10]
-    assert taken == {
-        (128, "gfx942"): [*rows, "prompts"], (128, "gfx950"): [*rows, "prompts"],
-        (64, "gfx942"): [], (64, "gfx950"): [1],
-        (32, "gfx942"): rows, (32, "gfx950"): rows,
-        (16, "gfx942"): [1, 2, 4, 8, "prompts"], (16, "gfx950"): [1, 2, 4, 8, "prompts"],
-        (8, "gfx942"): [1], (8, "gfx950"): [1],
-    }  # fmt: skip
-    assert _latents(64, 1, "decode", "gfx942") == (
-        "1 query rows a request with 64 heads on gfx942; it takes them on gfx950"
-    )
-    assert _latents(48, 1, "decode", "gfx942") == "48 heads; it takes 8, 16, 32, 64, 128"
-    assert _latents(32, 4, "prefill", None) == "prompts with 32 heads; it takes them with 16 or 128"
-    alone = _latents(16, 1, "prefill", None)
-    assert alone == "a row of each prompt; it would not split their contexts"
+def test_parts_by_hand() -> None:
+    """DeepSeek-V3's heads at 1, 2, 4, 8 and 16 ranks, and GLM-4.7-Flash's: K = 0, 1, 3, 7, 9, and
+    prompts. What one kernel takes, it takes; 64 heads of four rows are two calls of 32, and not 64
+    heads of zeros, as their products take longer than the keys."""
+    for device in ("gfx942", "gfx950"):
+        found = {
+            heads: [_as_text(latent_parts(heads, rows, device)) for rows in (1, 2, 4, 8, 10, None)]
+            for heads in (128, 64, 32, 20, 16, 8)
+        }
+        assert found == {
+            128: ["128", "128", "128", "128", "128", "128"],
+            64: ["64" if device == "gfx950" else "128", "2 x 32", "2 x 32", "2 x 32", "2 x 32",
+                 "4 x 16"],
+            32: ["32", "32", "32", "32", "32", "2 x 16"],
+            20: ["32", "32", "32", "32", "32", "2 x 16"],
+            16: ["16", "16", "16", "16", "32", "16"],
+            8: ["8", "16", "16", "16", "32", "16"],
+        }  # fmt: skip
+
+
+def _as_text(parts: Parts) -> str:
+    return f"{parts.calls} x {parts.heads}" if parts.calls > 1 else str(parts.heads)
+
+
+def test_refused_latents() -> None:
+    q = torch.empty(4, 16, 576, dtype=torch.bfloat16, device="meta")
+    call = {"q": q, "latent_cache": q.new_empty(9, 16, 576), "block_table": q.new_empty(4, 4)}
+    call |= {"latent_rank": 512}
+    prompts, decode = (Place(phase, "gfx942") for phase in ("prefill", "decode"))
+    said = "a row of each prompt; it would not split their contexts"
+    assert limits.latent_attention(call, prompts) == said
+    assert limits.latent_attention(call, decode) is None
+    assert limits.latent_attention({**call, "q": q.new_empty(5, 16, 576)}, prompts) is None
+    gaps = q.new_empty(9, 16, 600)[:, :, :576]
+    said = "a cache with gaps; it takes rows that follow each other"
+    assert limits.latent_attention({**call, "latent_cache": gaps}, decode) == said
 
 
 # ---- sizes -----------------------------------------------------------------------------------

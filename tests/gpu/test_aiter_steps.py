@@ -94,23 +94,21 @@ def wide_mla(wide: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "spec_tokens"), [(16, 7), (16, 8), (8, 2)])
-def test_rows_within_the_limits_and_beyond(
-    heads: int, spec_tokens: int, wide: Callable[..., Path], install: Callable[..., None]
-) -> None:
-    """Verified rows go elsewhere and say so; single rows of drafts do not."""
+@pytest.mark.parametrize(("heads", "spec_tokens", "cuts"), [(16, 8, 0), (8, 2, 0), (64, 3, 1)])
+def test_rows_beyond_a_kernel_of_so_many_heads(
+    heads: int, spec_tokens: int, cuts: int, wide: Callable[..., Path],
+    install: Callable[..., None],
+) -> None:  # fmt: skip
+    """Verified rows and single rows of drafts are aiter's, in two parts where there are 64 heads of
+    several rows."""
     install(ALL)
-    found = aiter.aiter_bindings()
-    libraries, notes = _bound(wide("deepseek_v3", heads), spec_tokens, "bfloat16", found)
-    notes = [note for note in notes if "latent_attention" in note]
-    if (heads, spec_tokens) == (16, 7):
-        assert (libraries, notes) == (["mtpc_aiter"], [])
-        return
-    assert libraries == ["mtpc", "mtpc_aiter"]
-    (note,) = notes
-    most = {16: 8, 8: 1}[heads]
-    said = f"{spec_tokens + 1} query rows a request with {heads} heads; it takes up to {most}"
-    assert f"latent_attention does not run on aiter ({said})" in note
+    graph = _decode_step(wide("deepseek_v3", heads), spec_tokens)
+    notes: list[str] = []
+    BindKernels(aiter.aiter_bindings().bindings, notes.append).apply(graph)
+    assert _attentions(graph) == ["mtpc_aiter"]
+    assert not [note for note in notes if "latent_attention" in note]
+    several = [n for n in graph.graph.nodes if str(n.target) == "aten.split.Tensor"]
+    assert bool(several) == bool(cuts)
 
 
 @pytest.mark.slow

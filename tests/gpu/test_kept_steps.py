@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 import torch
 from helpers.lower_kept import MACHINE, SMALL, small_step
 from helpers.places import HELPERS, ROOT
+from helpers.plans import plan_of
 from torch._inductor.runtime.autotune_cache import AutotuneCacheArtifact
 from torch.compiler._cache import CacheArtifactRecorder
 
@@ -29,6 +31,8 @@ from mtpc.backends.base import Run
 from mtpc.backends.kept_steps import FIRST_RUN, KIND, LOWERING, KeptSteps, step_fields
 from mtpc.capture.graph import StepGraph, set_tensor
 from mtpc.cli.main import main
+from mtpc.errors import CacheError, OptionError
+from mtpc.program.open_cache import kernel_store, open_cache
 from mtpc.store.entries import SUMS, Entry, EntryStore
 from mtpc.store.key import digest
 from mtpc.store.lookup import KEY, key_bytes, key_of
@@ -223,6 +227,56 @@ def test_an_entry_that_lacks_a_part_is_replaced(start: Callable[..., _Start]) ->
     again = start(version="1")
     again.step()
     assert (again.torch.compiled, again.notes) == ([], {})
+
+
+def test_a_frozen_cache_serves_what_it_has_and_compiles_nothing(
+    tmp_path: Path, start: Callable[..., _Start]
+) -> None:
+    """A start that found it empty would compile; then one that has all; one that lacks a part; and
+    one whose directory others could have written."""
+    root = tmp_path / "cache"
+    empty = start(EntryStore(root, frozen=True), tunes=True)
+    with pytest.raises(
+        CacheError, match=rf"^frozen, and the graph cache .* lacks {re.escape(STEP)}"
+    ):
+        empty.step()
+    assert (empty.torch.compiled, _pins(root)) == ([], {})
+    start(tunes=True).step()
+    pins = _pins(root)
+    second = start(EntryStore(root, frozen=True), tunes=True)
+    second.step()
+    assert (second.torch.compiled, second.notes) == ([], {})
+    other = start(EntryStore(root, frozen=True), version="1")
+    with pytest.raises(CacheError, match="or a part of it"):
+        other.step()
+    foreign = start(EntryStore(root, frozen=True))
+    foreign.torch.inductor.mkdir()
+    (foreign.torch.inductor / "foreign").touch()
+    foreign.torch.inductor.chmod(0o777)
+    with pytest.raises(CacheError, match="chmod go-w"):
+        foreign.step()
+    assert _pins(root) == pins
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"backend": "cuda", "frozen": True}, None),
+        ({"backend": "cuda", "require_sha256": "0" * 64}, "require_sha256 with backend 'cuda'"),
+        ({"backend": "eager", "frozen": True}, "frozen with backend 'eager'"),
+    ],
+)
+def test_what_may_be_frozen(options: dict[str, Any], said: str | None) -> None:
+    """What a digest names is a cpu backend's entry."""
+    plan = plan_of(**options)
+    if said is None:
+        assert open_cache(None, plan, print) is None
+        kept = kernel_store(plan, None)
+        assert kept is not None
+        assert kept.frozen
+        return
+    with pytest.raises(OptionError, match=said):
+        open_cache(None, plan, print)
 
 
 @pytest.mark.parametrize("file", [LOWERING, KEY, SUMS])

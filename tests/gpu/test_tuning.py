@@ -317,6 +317,17 @@ def test_what_cannot_be_measured_runs_by_default(store: EntryStore) -> None:
     assert list(peek(store)) == []
 
 
+def test_a_frozen_cache_is_not_measured_for(store: EntryStore) -> None:
+    """What it has is used; what it lacks runs by default, and is noted."""
+    call, clock, frozen = paged_call(), Clock(place=1), EntryStore(store.root, frozen=True)
+    _, (note,) = Tuner(Table(frozen, DEVICE), clock)(call.node, call.graph)
+    assert note.endswith("runs by default: the graph cache is frozen, and has no row of it")
+    assert clock.timed == []
+    assert list(peek(store)) == []
+    chosen = Tuner(Table(store, DEVICE), clock)(call.node, call.graph)
+    assert Tuner(Table(frozen, DEVICE), Clock())(call.node, call.graph) == chosen != ("", ())
+
+
 def test_two_processes_choose_alike_and_one_measures(store: EntryStore) -> None:
     """Each would choose another: who comes second waits, and takes what the first found."""
     script = str(HELPERS / "tuned_calls.py")

@@ -339,7 +339,7 @@ FAULTS = (
         (
             "ops/test_gated_delta.py::test_rounds_of_any_width",
             "cpu/test_kernels.py::test_edges_of_pages_and_splits",
-            "gpu/test_aiter_limits.py::test_every_call_that_is_taken_has_one_kernel",
+            "gpu/test_aiter_limits.py::test_every_part_has_one_kernel",
         ),
     ),
     Row(

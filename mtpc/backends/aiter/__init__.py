@@ -221,24 +221,23 @@ def bind(kernel: Kernel, architecture: str | None, load: Load = Published.load) 
         for call, function in zip(kernel.calls, functions, strict=True)
     ]
 
-    def refuses(node: fx.Node, graph: StepGraph) -> str | None:
-        given = arguments_of(node)
-        device = architecture or _architecture(next(iter(given.values())).device)
-        return limits.refused_device(device) or kernel.limit(given, _phase(graph), device)
+    def place_of(node: fx.Node, graph: StepGraph) -> limits.Place:
+        device = next(iter(arguments_of(node).values())).device
+        phase = "prefill" if graph.layout.is_ragged else graph.key.phase
+        return limits.Place(phase, architecture or _architecture(device))
 
-    traced: dict[str, Traced] = {}
+    def refuses(node: fx.Node, graph: StepGraph) -> str | None:
+        place = place_of(node, graph)
+        return limits.refused_device(place.device) or kernel.limit(arguments_of(node), place)
+
+    traced: dict[limits.Place, Traced] = {}
 
     def put(node: fx.Node, graph: StepGraph) -> fx.Node:
-        phase = _phase(graph)
-        function = partial(kernel.around, targets, phase)
-        return expand(node, graph, function, traced.setdefault(phase, {}))
+        place = place_of(node, graph)
+        function = partial(kernel.around, targets, place)
+        return expand(node, graph, function, traced.setdefault(place, {}))
 
     return Binding("aiter", references()[name], targets[0], refuses, expand=put, order=order)
-
-
-def _phase(graph: StepGraph) -> str:
-    """ "decode" where all requests of a step have equally many rows."""
-    return "prefill" if graph.layout.is_ragged else graph.key.phase
 
 
 def row_bound(node: fx.Node) -> str | None:

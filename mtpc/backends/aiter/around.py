@@ -1,6 +1,6 @@
 """What PyTorch computes around our ops on aiter's functions, in place of an `mtpc::` operator.
 
-Each takes our operators, the phase of the step, and the arguments of the `mtpc::` operator of its
+Each takes our operators, the place of the call, and the arguments of the `mtpc::` operator of its
 name. Its calls are put into the step's graph: Inductor fuses them with what is before and behind,
 and equal ones are made once for all layers.
 """
@@ -14,46 +14,59 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mtpc.backends.aiter.limits import latent_rows
+from mtpc.backends.aiter.limits import Parts, Place, latent_parts, latent_rows
 from mtpc.backends.aiter.sizes import latent_splits, units
 
 Calls = Sequence[Any]
 
 
 def paged_attention(
-    calls: Calls, phase: str, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
+    calls: Calls, place: Place, q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor,
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, sliding_window: int = 0,
     softcap: float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A request of a prompt may have all rows of the step."""
     rows, given = q.shape[0], (block_table, seq_lens, query_start_loc)
-    longest = rows // block_table.shape[0] if phase == "decode" else rows
+    longest = rows // block_table.shape[0] if place.phase == "decode" else rows
     dense = q if q.stride(2) == 1 else q.contiguous()
     out = calls[0](dense, k_cache, v_cache, *given, scale, sliding_window, softcap, sinks, longest)
     return _zero_off(out, seq_lens, query_start_loc)
 
 
 def latent_attention(
-    calls: Calls, phase: str, q: Tensor, latent_cache: Tensor, block_table: Tensor,
+    calls: Calls, place: Place, q: Tensor, latent_cache: Tensor, block_table: Tensor,
     seq_lens: Tensor, query_start_loc: Tensor, scale: float, latent_rank: int,
 ) -> Tensor:  # fmt: skip
     """With each request's tokens as pages of one, and as many splits as aiter would choose: none
     for prompts."""
     decode, prefill = calls
     (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
+    rows = latent_rows(q.shape[0], num_reqs, place.phase)
     lists = token_lists(block_table, seq_lens, page_size)
-    given = (latent_cache, block_table, seq_lens, query_start_loc, scale, latent_rank, *lists)
-    if latent_rows(q.shape[0], num_reqs, phase) is not None:
+    given: tuple[Any, ...] = (latent_cache, block_table, seq_lens, query_start_loc, scale,
+                              latent_rank, *lists)  # fmt: skip
+    if rows is not None:
         splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
-        out = decode(q.contiguous(), *given, splits, starts)
-    else:
-        out = prefill(q.contiguous(), *given)
-    return _zero_off(out, seq_lens, query_start_loc)
+        given = (*given, splits, starts)
+    attend, heads = prefill if rows is None else decode, q.shape[1]
+    parts = latent_parts(heads, rows, place.device)
+    made = [attend(part, *given) for part in _cut(q, parts)]
+    out = torch.cat(made, 1) if len(made) > 1 else made[0]
+    return _zero_off(out[:, :heads] if heads < out.shape[1] else out, seq_lens, query_start_loc)
+
+
+def _cut(q: Tensor, parts: Parts) -> list[Tensor]:
+    """Queries [T, N, D] in parts of equally many heads. Heads of zeros stand for those that there
+    are not: their attention is the average of all values, which the caller drops."""
+    missing = parts.calls * parts.heads - q.shape[1]
+    whole = pad(q, (0, 0, 0, missing)) if missing else q
+    cut = whole.split(parts.heads, 1) if parts.calls > 1 else [whole]
+    return [part.contiguous() for part in cut]
 
 
 def experts(
-    calls: Calls, phase: str, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
+    calls: Calls, place: Place, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor,
     expert_weights: Tensor,
 ) -> Tensor:  # fmt: skip
     """Choices as aiter sorts them: one of nothing becomes one of an expert more than there are,

@@ -103,7 +103,14 @@ HEADS: Mapping[int, Heads] = MappingProxyType(
         for each in (
             Heads(
                 8, 1, 1, DEVICES, (),
-                (*_both("bf16,bf16,8,0,1,0,1,0,", 25, 33), Source(_ASM, 960, "max_seqlen_q == 1")),
+                (
+                    *_both("bf16,bf16,8,0,1,0,1,0,", 25, 33),
+                    Source(_ASM, 960, "max_seqlen_q == 1"),
+                    # Two kernels for two rows; their order in a hash table chooses.
+                    Source("hsa/gfx950/mla/mla_asm.csv", 34, "bf16,bf16,8,0,2,0,1,0,"),
+                    Source("hsa/gfx950/mla/mla_asm.csv", 35, "bf16,bf16,8,0,2,0,1,0,"),
+                    Source(_ASM, 161, "for(const auto& el : *cfgs)"),
+                ),
             ),
             Heads(
                 16, 8, 4, DEVICES, DEVICES,
@@ -130,6 +137,7 @@ HEADS: Mapping[int, Heads] = MappingProxyType(
                     Source("hsa/gfx950/mla/mla_asm.csv", 32, "bf16,bf16,64,0,1,0,1,0,"),
                     Source(_ASM, 939, "config_max_seqlen_q = 1;"),
                     Source(_TEST, 627, "ASM decode faults on nhead=64 with qlen>1"),
+                    Source(_TEST, 628, "nhead == 64 and decode_qlen > 1"),
                 ),
             ),
             Heads(
@@ -147,7 +155,8 @@ HEADS: Mapping[int, Heads] = MappingProxyType(
 """`mla_decode_fwd` and, for prompts, `mla_prefill_fwd` (`_ASM`, 1252), by the number of heads.
 
 An assembly kernel is found by heads and rows; one for 0 rows takes any number, by a wider grid.
-Those of 16 heads have rows for 1, up to 4 and up to 8.
+Those of 16 heads have rows for 1, up to 4 and up to 8. Other numbers of heads and rows are put
+together of these: `limits.latent_parts`.
 """
 
 FACTS: Mapping[str, Fact] = MappingProxyType(
@@ -202,23 +211,14 @@ FACTS: Mapping[str, Fact] = MappingProxyType(
 
 UNBOUND = (
     Unbound(
-        "mla_decode_fwd", "latent_attention", "64 heads: several rows; one row on gfx942",
-        "faults by aiter's own test; has no kernel",
-        (Source(_TEST, 628, "nhead == 64 and decode_qlen > 1"), Source(_ASM, 939, "= 1;")),
-    ),
-    Unbound(
-        "mla_decode_fwd", "latent_attention", "8 heads, two rows",
-        "two kernels of gfx950 have the same key, and their order in a hash table chooses",
-        (
-            Source("hsa/gfx950/mla/mla_asm.csv", 34, "bf16,bf16,8,0,2,0,1,0,"),
-            Source("hsa/gfx950/mla/mla_asm.csv", 35, "bf16,bf16,8,0,2,0,1,0,"),
-            Source(_ASM, 161, "for(const auto& el : *cfgs)"),
-        ),
-    ),
-    Unbound(
         "mla_decode_fwd", "latent_attention", "float8 latents",
-        "one scale for all pages; mtpc keeps latents in the model's dtype",
-        (Source(_ASM, 665, "kv_scale,             //   [1]"),),
+        "one scale for all pages, and queries in float8, too: only a plan of work, which mtpc does "
+        "not make, takes 16 bits. mtpc keeps latents in the model's dtype",
+        (
+            Source(_ASM, 665, "kv_scale,             //   [1]"),
+            Source("hsa/gfx942/mla/mla_asm.csv", 7, "bf16,fp8,16,1,4,0,1,0,"),
+            Source("hsa/gfx942/mla/mla_asm.csv", 14, "fp8,fp8,16,0,1,0,1,0,"),
+        ),
     ),
     Unbound(
         "unified_attention", "paged_attention", "pages of codes",

@@ -1,22 +1,47 @@
 """Which calls of mtpc's operators aiter's kernels cannot take, by the data of `facts`.
 
-Each function takes the arguments of an `mtpc::` operator by name, the phase of the step ("decode":
-all requests have equally many rows), and the name of an architecture; None is no GPU, which limits
-nothing. It says why a kernel cannot take the call; None if it can.
+Each `Limit` takes the arguments of an `mtpc::` operator by name, and says why a kernel cannot take
+the call; None if it can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mtpc.backends.aiter.facts import DEVICES, FACTS, HEADS
 from mtpc.layout import dtype_name
 
-Limit = Callable[[Mapping[str, Any], str, str | None], str | None]
+
+@dataclass(frozen=True)
+class Place:
+    """Where a call is.
+
+    Attributes:
+        phase: of the step; "decode": all requests have equally many rows.
+        device: name of the architecture; None is no GPU, which limits nothing.
+    """
+
+    phase: str
+    device: str | None
 
 
-def paged_attention(call: Mapping[str, Any], phase: str, device: str | None) -> str | None:
+@dataclass(frozen=True)
+class Parts:
+    """Heads of queries as kernels take them: so many calls of so many heads each."""
+
+    calls: int
+    heads: int
+
+
+Limit = Callable[[Mapping[str, Any], Place], str | None]
+_BALANCE = 128
+"""Rows of queries, times heads, whose products with a key take about as long as its bytes: on an
+MI300X 130, and on an MI355X 165, by AMD's figures of memory and bfloat16 matrices."""
+
+
+def paged_attention(call: Mapping[str, Any], place: Place) -> str | None:
     """Of `unified_attention`, for any number of rows."""
     q, k, v = call["q"], call["k_cache"], call["v_cache"]
     if dtype_name(q.dtype) not in FACTS["attention dtypes"].value or k.dtype != q.dtype:
@@ -29,7 +54,7 @@ def paged_attention(call: Mapping[str, Any], phase: str, device: str | None) -> 
     return None
 
 
-def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) -> str | None:
+def latent_attention(call: Mapping[str, Any], place: Place) -> str | None:
     """Of `mla_decode_fwd` and, for prompts, `mla_prefill_fwd`, which splits no context: few rows of
     a long one would occupy few processors."""
     q, cache, rank = (call[name] for name in ("q", "latent_cache", "latent_rank"))
@@ -40,22 +65,9 @@ def latent_attention(call: Mapping[str, Any], phase: str, device: str | None) ->
         return f"rows of {width} with rank {rank}; it takes {wanted[0]} and {wanted[1]}"
     if not cache.is_contiguous():
         return "a cache with gaps; it takes rows that follow each other"
-    found = HEADS.get(q.shape[1])
-    if found is None:
-        return f"{q.shape[1]} heads; it takes {', '.join(map(str, HEADS))}"
     num_reqs = call["block_table"].shape[0]
-    rows = latent_rows(q.shape[0], num_reqs, phase)
-    what = "prompts" if rows is None else f"{rows} query rows a request"
-    if rows is None and q.shape[0] <= num_reqs:
+    if latent_rows(q.shape[0], num_reqs, place.phase) is None and q.shape[0] <= num_reqs:
         return "a row of each prompt; it would not split their contexts"
-    if rows is not None and found.rows is not None and rows > found.rows:
-        return f"{what} with {found.heads} heads; it takes up to {found.rows}"
-    devices = found.prompts if rows is None else found.devices
-    if not devices:
-        known = " or ".join(str(each.heads) for each in HEADS.values() if each.prompts)
-        return f"{what} with {found.heads} heads; it takes them with {known}"
-    if device not in (*devices, None):
-        return f"{what} with {found.heads} heads on {device}; it takes them on {devices[0]}"
     return None
 
 
@@ -64,7 +76,35 @@ def latent_rows(tokens: int, num_reqs: int, phase: str) -> int | None:
     return tokens // num_reqs if phase == "decode" and tokens % num_reqs == 0 else None
 
 
-def experts(call: Mapping[str, Any], phase: str, device: str | None) -> str | None:
+def latent_parts(heads: int, rows: int | None, device: str | None) -> Parts:
+    """Which kernel takes some heads, in the least time on paper.
+
+    There is none for most numbers of heads. So heads are cut into parts, each of which reads the
+    keys again, or filled up with heads of zeros.
+
+    Args:
+        heads: on this rank.
+        rows: of each request; None: any, as prompts have.
+        device: name of the architecture; None is any.
+    """
+
+    def cost(parts: Parts) -> tuple[float, int, int]:
+        work = parts.heads if rows is None else max(1.0, parts.heads * rows / _BALANCE)
+        return parts.calls * work, parts.calls * parts.heads, parts.calls
+
+    sizes = (size for size in HEADS if _takes(size, rows, device))
+    return min((Parts(-(-heads // size), size) for size in sizes), key=cost)
+
+
+def _takes(heads: int, rows: int | None, device: str | None) -> bool:
+    """Whether there is a kernel for exactly so many heads."""
+    found = HEADS[heads]
+    devices = found.prompts if rows is None else found.devices
+    is_known = bool(devices) and device in (*devices, None)
+    return is_known and (rows is None or found.rows is None or rows <= found.rows)
+
+
+def experts(call: Mapping[str, Any], place: Place) -> str | None:
     """Of `fused_moe`, by what all steps have in common: they agree on the order of the weights."""
     x, gate_up, down = call["x"], call["gate_up"], call["down"]
     is_known = dtype_name(x.dtype) in FACTS["expert dtypes"].value

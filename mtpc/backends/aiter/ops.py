@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mtpc.ops import references
 from mtpc.ops.signatures import with_signature
+from mtpc.ops.traits import share_traits
 
 Function = Callable[..., Any]
 _FUNCTIONS: dict[str, Function] = {}
@@ -42,6 +43,7 @@ def define(ours: Function, function: Function, of: str) -> Any:
 def _define(name: str, ours: Function, of: str) -> None:
     reference, signature = references()[of], inspect.signature(ours, eval_str=True)
     parameters = list(signature.parameters.values())[1:]
+    share_traits(name, reference)
     known = {argument.name for argument in reference._schema.arguments}
     count = sum(parameter.name in known for parameter in parameters)
 
