@@ -269,6 +269,23 @@ class EAGLEWorkerV2:
         return batch, on_publish, grammar_barrier
 
 
+class BaseSpecWorker:
+    """speculative/base_spec_worker.py:111-311: what a worker without a draft model takes over."""
+
+    @property
+    def target_worker(self) -> Any:
+        return self._target_worker  # type: ignore[attr-defined]
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
+
+
 def chain_speculative_sampling(
     candidates: Tensor, coins: Tensor, last_coins: Tensor, target: Tensor, draft: Tensor
 ) -> list[list[int]]:
@@ -347,6 +364,9 @@ def _modules() -> dict[str, dict[str, Any]]:
             "get_server_args": lambda: HOST.arguments,
         },
         "managers.schedule_batch": {"FINISH_ABORT": FINISH_ABORT},
+        "managers.utils": {"GenerationBatchResult": SimpleNamespace},
+        "speculative.base_spec_worker": {"BaseSpecWorker": BaseSpecWorker},
+        "speculative.eagle_info": {"EagleDraftInput": SimpleNamespace},
         "speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
         "speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "speculative.eagle_worker_v2": {"EAGLEWorkerV2": EAGLEWorkerV2},

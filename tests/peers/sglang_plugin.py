@@ -55,6 +55,10 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.models"},
         "options": {"speculative_algorithm": "MTPC"},
     },
+    "mtpc-step": {
+        "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.step_models"},
+        "options": {"speculative_algorithm": "MTPC_STEP"},
+    },
 }
 PHASES = {"EXTEND", "DRAFT_EXTEND_V2", "DECODE"}
 """The host's phases that a draft model runs in; the target verifies."""
@@ -166,6 +170,7 @@ def run_host(
         Refused: it does not run the checkpoint.
     """
     log = directory / f"{draft}.log"
+    log.touch()
     most = max(len(batch) for batch in batches)
     options = {
         "model_path": str(directory),

@@ -15,6 +15,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from mtpc.errors import OptionError
 
 NAME = "MTPC"
+STEP_NAME = "MTPC_STEP"
 
 
 class MTPCAlgorithm(CustomSpecAlgo):
@@ -43,6 +44,16 @@ class MTPCAlgorithm(CustomSpecAlgo):
         if get_platform().is_hip:
             # Without it SGLang's verification takes the argmax on ROCm, whatever a request asks.
             server_args.speculative_use_rejection_sampling = True
+
+
+class StepAlgorithm(MTPCAlgorithm):
+    """The algorithm whose iterations are whole steps of mtpc."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """As `MTPC`. Iterations are synchronous, and mtpc captures its own graphs."""
+        super().handle_server_args(server_args)
+        server_args.disable_overlap_schedule = True
+        server_args.disable_cuda_graph = True
 
 
 def check_arguments(server_args: Any) -> None:
@@ -83,6 +94,19 @@ def register_algorithm() -> None:
         spec_class=MTPCAlgorithm,
     )
     register(_worker)
+    register = SpeculativeAlgorithm.register(
+        STEP_NAME,
+        supports_overlap=True,
+        validate_server_args=check_arguments,
+        spec_class=StepAlgorithm,
+    )
+    register(_step_worker)
+
+
+def _step_worker(server_args: Any) -> type:
+    from mtpc.integrations.sglang.step_worker import StepWorker
+
+    return StepWorker
 
 
 def _worker(server_args: Any) -> type:

@@ -1,0 +1,151 @@
+"""SGLang's scheduler as its speculative worker sees it: pools, pages, and batches of requests.
+
+Written from SGLang 0.5.23: `ReqToTokenPool` (mem_cache/memory_pool.py:376-411), whose row 0 no
+request has; `MHATokenToKVPool`, whose page 0 no request has; what `ScheduleBatch` hands over
+(managers/schedule_batch.py:2856-2886); `_resolve_spec_v2_tokens`
+(scheduler_components/batch_result_processor.py:770-844); how many tokens ahead slots are given out
+(speculative/eagle_utils.py:857-881).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GREEDY: dict[str, Any] = dict(top_k=1, frequency_penalty=0, presence_penalty=0, min_new_tokens=0)
+GREEDY |= dict(repetition_penalty=1, logit_bias=None)
+
+
+@dataclass(eq=False)
+class Req:
+    """A request: `Req` of managers/schedule_batch.py."""
+
+    prompt: list[int]
+    slot: int
+    output: list[int] = field(default_factory=list)
+    committed: int = 0
+    allocated: int = 0
+    to_finish: Any = None
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(**GREEDY))
+    return_logprob = False
+    return_hidden_states = False
+    custom_logit_processor = grammar = input_embeds = multimodal_inputs = lora_id = None
+
+    @property
+    def full_untruncated_fill_ids(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+    def finished(self) -> bool:
+        return False
+
+
+class KVPool:
+    """K and V of each layer by slot, with NaN where nothing was written."""
+
+    def __init__(self, layers: int, slots: int, shape: tuple[int, int], dtype: torch.dtype):
+        self.layer_num = layers
+        self.rows = [
+            [torch.full((slots, *shape), float("nan"), dtype=dtype) for _ in range(layers)]
+            for _ in range(2)
+        ]
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.rows[0][layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.rows[1][layer_id]
+
+
+class Scheduler:
+    """Gives requests slots and pages, and runs a worker.
+
+    Args:
+        worker: of `MTPC_STEP`, without pools.
+        slots: requests at once.
+        page_size: tokens.
+        width: most tokens of a request.
+    """
+
+    def __init__(self, worker: Any, slots: int, page_size: int, width: int):
+        self.worker, self.page_size = worker, page_size
+        table = torch.zeros((slots + 1, width), dtype=torch.int32)
+        self.pool = SimpleNamespace(size=slots, req_to_token=table)
+        worker.alloc_memory_pool(None, self.pool, None)
+        pages = worker.target_worker.model_runner.token_to_kv_pool.get_key_buffer(0).shape[0]
+        order = torch.randperm(pages // page_size - 1, generator=torch.Generator().manual_seed(0))
+        self.free = (order + 1).tolist()
+        self.accepted: list[int] = []
+        self.num_decoded = 0
+
+    def give(self, req: Req, length: int) -> None:
+        """Give a request the pages of its first `length` tokens, beside those that it has."""
+        row, size = self.pool.req_to_token[req.slot], self.page_size
+        for begin in range(req.allocated, length, size):
+            first = self.free.pop() * size
+            row[begin : begin + size] = torch.arange(first, first + size)
+            req.allocated = begin + size
+
+    def share(self, req: Req, other: Req, length: int) -> None:
+        """Let a request begin with the pages of another, as SGLang's prefix cache does."""
+        table = self.pool.req_to_token
+        table[req.slot, :length] = table[other.slot, :length]
+        req.committed = req.allocated = length
+
+    def extend(self, reqs: Sequence[Req], counts: Sequence[int]) -> list[int]:
+        """Prefill the next tokens of prompts; the worker's tokens."""
+        for req, count in zip(reqs, counts, strict=True):
+            self.give(req, req.committed + count)
+        result = self._run(
+            reqs,
+            is_extend=True,
+            prefix_lens=[req.committed for req in reqs],
+            extend_lens=list(counts),
+            seq_lens=torch.tensor(
+                [req.committed + count for req, count in zip(reqs, counts, strict=True)]
+            ),
+        )
+        tokens: list[int] = result.next_token_ids.tolist()
+        for req, count, token in zip(reqs, counts, tokens, strict=True):
+            req.committed += count
+            if req.committed == len(req.prompt):
+                req.output.append(token)
+        return tokens
+
+    def decode(self, reqs: Sequence[Req]) -> None:
+        """One iteration: what was accepted becomes output."""
+        width = self.worker.server_args.speculative_num_draft_tokens
+        self.num_decoded += 1
+        for req in reqs:
+            self.give(req, req.committed + 2 * width)
+        seq_lens = torch.tensor([req.committed for req in reqs])
+        result = self._run(reqs, is_extend=False, seq_lens=seq_lens)
+        assert result.speculative_num_draft_tokens == width
+        rows = result.next_token_ids.view(-1, width).tolist()
+        counts = result.accept_lens.tolist()
+        assert result.new_seq_lens.tolist() == (seq_lens + result.accept_lens).tolist()
+        for req, row, count, last in zip(
+            reqs, rows, counts, result.next_draft_input.bonus_tokens.tolist(), strict=True
+        ):
+            req.output += row[:count]
+            assert req.output[-1] == last
+            req.committed += count
+            self.accepted.append(count - 1)
+
+    def leave(self, req: Req) -> None:
+        """Take a request's pages back. Its row keeps what it held, as SGLang's does."""
+        row = self.pool.req_to_token[req.slot, : req.allocated : self.page_size]
+        self.free += (row // self.page_size).tolist()
+
+    def _run(self, reqs: Sequence[Req], is_extend: bool, **fields: Any) -> Any:
+        batch = SimpleNamespace(
+            reqs=list(reqs),
+            req_pool_indices=torch.tensor([req.slot for req in reqs]),
+            forward_mode=SimpleNamespace(is_extend=lambda: is_extend),
+            **fields,
+        )
+        return self.worker.forward_batch_generation(batch)
