@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import fake_sglang_layers as layers
+from helpers.sglang_scheduler import BaseSpecWorker, HybridPool, KVPool
 
 
 class Mode:
@@ -269,23 +270,6 @@ class EAGLEWorkerV2:
         return batch, on_publish, grammar_barrier
 
 
-class BaseSpecWorker:
-    """speculative/base_spec_worker.py:111-311: what a worker without a draft model takes over."""
-
-    @property
-    def target_worker(self) -> Any:
-        return self._target_worker  # type: ignore[attr-defined]
-
-    def alloc_memory_pool(
-        self,
-        memory_pool_config: Any = None,
-        req_to_token_pool: Any = None,
-        token_to_kv_pool_allocator: Any = None,
-    ) -> None:
-        self.req_to_token_pool = req_to_token_pool
-        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
-
-
 def chain_speculative_sampling(
     candidates: Tensor, coins: Tensor, last_coins: Tensor, target: Tensor, draft: Tensor
 ) -> list[list[int]]:
@@ -349,7 +333,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         "mem_cache.memory_pool": {
             "KVWriteLoc": KVWriteLoc,
-            "MHATokenToKVPool": object,
+            "HybridLinearKVPool": HybridPool,
+            "MHATokenToKVPool": KVPool,
             "MLATokenToKVPool": MLATokenToKVPool,
         },
         "model_executor.forward_context": {

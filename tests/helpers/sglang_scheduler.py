@@ -45,20 +45,46 @@ class Req:
 
 
 class KVPool:
-    """K and V of each layer by slot, with NaN where nothing was written."""
+    """`MHATokenToKVPool`: K and V of each layer by slot, with NaN where nothing was written."""
 
-    def __init__(self, layers: int, slots: int, shape: tuple[int, int], dtype: torch.dtype):
-        self.layer_num = layers
-        self.rows = [
-            [torch.full((slots, *shape), float("nan"), dtype=dtype) for _ in range(layers)]
-            for _ in range(2)
-        ]
+    def __init__(
+        self, layers: Sequence[int], pages: int, shape: tuple[int, int, int], dtype: torch.dtype
+    ):
+        self.page_size, heads, width = shape
+        self.size = (pages - 1) * self.page_size  # Page 0 comes on top.
+        rows = (pages * self.page_size, heads, width)
+        self.rows = {
+            (role, layer): torch.full(rows, float("nan"), dtype=dtype)
+            for layer in layers
+            for role in "kv"
+        }
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
-        return self.rows[0][layer_id]
+        return self.rows["k", layer_id]
 
     def get_value_buffer(self, layer_id: int) -> Tensor:
-        return self.rows[1][layer_id]
+        return self.rows["v", layer_id]
+
+
+class HybridPool(KVPool):
+    """`HybridLinearKVPool`: it has the layers with full attention alone, by the model's numbers."""
+
+
+class BaseSpecWorker:
+    """speculative/base_spec_worker.py:111-311: what a worker without a draft model takes over."""
+
+    @property
+    def target_worker(self) -> Any:
+        return self._target_worker  # type: ignore[attr-defined]
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: Any = None,
+        req_to_token_pool: Any = None,
+        token_to_kv_pool_allocator: Any = None,
+    ) -> None:
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool_allocator = token_to_kv_pool_allocator
 
 
 class Scheduler:
@@ -76,8 +102,8 @@ class Scheduler:
         table = torch.zeros((slots + 1, width), dtype=torch.int32)
         self.pool = SimpleNamespace(size=slots, req_to_token=table)
         worker.alloc_memory_pool(None, self.pool, None)
-        pages = worker.target_worker.model_runner.token_to_kv_pool.get_key_buffer(0).shape[0]
-        order = torch.randperm(pages // page_size - 1, generator=torch.Generator().manual_seed(0))
+        pages = worker.target_worker.model_runner.token_to_kv_pool.size // page_size
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(0))
         self.free = (order + 1).tolist()
         self.accepted: list[int] = []
         self.num_decoded = 0

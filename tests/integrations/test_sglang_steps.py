@@ -14,11 +14,11 @@ import pytest
 import torch
 from helpers import fake_sglang
 from helpers.oracles import Oracle
-from helpers.sglang_scheduler import GREEDY, KVPool, Req, Scheduler
+from helpers.sglang_scheduler import GREEDY, HybridPool, KVPool, Req, Scheduler
 from helpers.theorem import PROMPTS
 from torch import nn
 
-from mtpc.errors import UnsupportedModelError
+from mtpc.errors import OptionError, UnsupportedModelError
 
 K, PAGE, SLOTS, WIDTH = 3, 4, 3, 64
 FAMILIES = ("mimo", "glm4_moe", "qwen3_next")
@@ -50,14 +50,20 @@ def start(
         config = oracle(family).model.config
         (target,) = (cls for cls in EntryClass if cls.__name__ == config.architectures[0])
         width = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-        heads = config.num_key_value_heads, width
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        layers = range(config.num_hidden_layers)
+        full = [i for i in layers if kinds[i % len(kinds)] == "full_attention"]
+        pool = HybridPool if len(full) < len(layers) else KVPool
+        shape = PAGE, config.num_key_value_heads, width
         runner = SimpleNamespace(
             model=target(config),
-            token_to_kv_pool=KVPool(config.num_hidden_layers, 40 * PAGE, heads, torch.float32),
+            token_to_kv_pool=pool(full, 40, shape, torch.float32),
             page_size=PAGE,
             device="cpu",
             dtype=torch.float32,
-            model_config=SimpleNamespace(context_len=WIDTH - 2 * (K + 1)),
+            model_config=SimpleNamespace(
+                context_len=WIDTH - 2 * (K + 1), num_hidden_layers=config.num_hidden_layers
+            ),
         )
         registered = fake_sglang.SpeculativeAlgorithm.registered["MTPC_STEP"]
         worker_class = registered.factory(arguments)
@@ -156,6 +162,61 @@ def test_a_model_of_sglangs_own_is_refused(host: SimpleNamespace) -> None:
     target = SimpleNamespace(model_runner=SimpleNamespace(model=nn.Linear(1, 1)))
     with pytest.raises(UnsupportedModelError, match=r"Linear; set SGLANG_EXTERNAL_MODEL_PACKAGE"):
         StepWorker(SimpleNamespace(), 0, 0, target)
+    HostedTarget(None).load_weights([])
     batch = SimpleNamespace(forward_mode="EXTEND")
     with pytest.raises(UnsupportedModelError, match="by --speculative-algorithm MTPC_STEP alone"):
         HostedTarget(None)(torch.tensor([1]), torch.tensor([0]), batch)
+
+
+def test_new_weights_are_refused(host: SimpleNamespace) -> None:
+    """SGLang's `update_weights_from_disk` would otherwise report a success, and change nothing."""
+    from mtpc.integrations.sglang.step_models.targets import HostedTarget
+
+    target = HostedTarget(None)
+    target.load_weights([])
+    with pytest.raises(UnsupportedModelError, match="start SGLang again to change weights"):
+        target.load_weights([])
+
+
+OPTIONS: dict[str, Any] = dict(
+    **dict(speculative_num_steps=K, speculative_eagle_topk=1, speculative_num_draft_tokens=K + 1),
+    **dict(speculative_adaptive=False, speculative_token_map=None, enable_multi_layer_eagle=False),
+    **dict(speculative_use_rejection_sampling=False, kv_cache_dtype="auto", quantization=None),
+    **dict(tp_size=1, pp_size=1, dp_size=1, ep_size=1, enable_hierarchical_cache=False),
+    **dict(enable_lora=None, disaggregation_mode="null"),
+    **dict(speculative_draft_model_path="draft", max_running_requests=4, device="cuda"),
+)
+"""SGLang's ServerArgs that matter here, as its command line makes them."""
+
+
+def test_iterations_are_synchronous(host: SimpleNamespace) -> None:
+    """And SGLang captures no graph: its target has no forward."""
+    import mtpc.integrations.sglang as plugin
+
+    plugin.register()
+    served = SimpleNamespace(**OPTIONS)
+    algorithm = fake_sglang.SpeculativeAlgorithm.registered["MTPC_STEP"]
+    algorithm.handle_server_args(served)
+    assert served.disable_overlap_schedule
+    assert served.disable_cuda_graph
+    assert served.enable_mixed_chunk is False
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"tp_size": 2},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "fp8"},
+        {"enable_hierarchical_cache": True},
+        {"enable_lora": True},
+        {"disaggregation_mode": "decode"},
+        {"speculative_eagle_topk": 4},
+    ],
+)
+def test_options_that_steps_do_not_take(host: SimpleNamespace, asked: dict[str, Any]) -> None:
+    from mtpc.integrations.sglang.algorithm import check_step_arguments
+
+    check_step_arguments(SimpleNamespace(**OPTIONS))
+    with pytest.raises(OptionError, match=rf"MTPC_STEP: found .*{next(iter(asked.values()))}"):
+        check_step_arguments(SimpleNamespace(**OPTIONS | asked))

@@ -8,6 +8,11 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
@@ -69,7 +74,7 @@ class StepWorker(BaseSpecWorker):
             form="fused",
             spec_tokens=drafts - 1,
             page_size=page_size,
-            num_pages=pool.get_key_buffer(0).shape[0] // page_size,
+            num_pages=pool.size // page_size + 1,
             max_len=runner.model_config.context_len + drafts,
             prefill_chunk=min(PREFILL_TOKENS, runner.model_config.context_len),
             batch_buckets=buckets_up_to(self.req_to_token_pool.size),
@@ -77,7 +82,8 @@ class StepWorker(BaseSpecWorker):
             backend=_backend(runner.device, runner.dtype),
         )
         check_prefixes(hosted, not self.server_args.disable_radix_cache)
-        self.steps = HostSteps(hosted, host_pools(hosted, pool, page_size))
+        layers = runner.model_config.num_hidden_layers
+        self.steps = HostSteps(hosted, host_pools(hosted, pool, layers))
 
     @torch.no_grad()
     def forward_batch_generation(self, batch: Any, **_: Any) -> Any:
@@ -136,20 +142,30 @@ class StepWorker(BaseSpecWorker):
         self.steps.set_tables(slots, pages.where(begins < lengths[:, None], 0))
 
 
-def host_pools(hosted: HostedModel, pool: Any, page_size: int) -> dict[str, Tensor]:
+def host_pools(hosted: HostedModel, pool: Any, num_layers: int) -> dict[str, Tensor]:
     """SGLang's caches of the target's layers, as views by pages, by mtpc's names.
 
+    Args:
+        hosted: what needs them.
+        pool: SGLang's pool.
+        num_layers: decoder layers of the target; what comes after them are MTP layers.
+
     Raises:
-        UnsupportedModelError: see `by_pages`.
+        UnsupportedModelError: the pool is of another kind; or see `by_pages`.
     """
+    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool, HybridLinearKVPool):
+        raise UnsupportedModelError(
+            f"--speculative-algorithm {STEP_NAME}: the KV pool is {type(pool).__name__}; expected "
+            "a plain pool of K and V, of latents, or that of a hybrid model: use NEXTN"
+        )
     found = {}
     for name, buffer in hosted.buffers.items():
         layer, _, role = name.removeprefix("kv.").partition(".")
-        if not buffer.is_paged or int(layer) >= pool.layer_num:
+        if not buffer.is_paged or int(layer) >= num_layers:
             continue
         read = pool.get_value_buffer if role == "v" else pool.get_key_buffer
         rows = read(int(layer))
-        found[name] = by_pages(rows.flatten(1) if role == "latent" else rows, page_size)
+        found[name] = by_pages(rows.flatten(1) if role == "latent" else rows, pool.page_size)
     return found
 
 

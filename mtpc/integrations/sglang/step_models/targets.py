@@ -28,6 +28,7 @@ class HostedTarget(nn.Module):
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = ""):
         super().__init__()
         self.config, self.quant_config = config, quant_config
+        self._is_loaded = False
 
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any) -> Any:
         """Refuse: whatever asks for it would compute without mtpc's steps.
@@ -41,7 +42,17 @@ class HostedTarget(nn.Module):
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Read nothing: mtpc's steps read the checkpoint themselves."""
+        """Read nothing: mtpc's steps read the checkpoint themselves.
+
+        Raises:
+            UnsupportedModelError: it is asked again, so new weights shall replace the old ones.
+        """
+        if self._is_loaded:
+            raise UnsupportedModelError(
+                f"mtpc's steps of {type(self).__name__} keep the weights that they began with; "
+                "start SGLang again to change weights"
+            )
+        self._is_loaded = True
 
 
 EntryClass = [
