@@ -255,7 +255,7 @@ LINES = {
     "engine": 6020,
     "evaluation": 610,
     "host": 520,
-    "integrations": 5060,
+    "integrations": 5600,
     "layout": 1220,
     "models": 9320,
     "ops": 2720,
