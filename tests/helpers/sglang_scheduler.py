@@ -174,4 +174,8 @@ class Scheduler:
             forward_mode=SimpleNamespace(is_extend=lambda: is_extend),
             **fields,
         )
-        return self.worker.forward_batch_generation(batch)
+        result = self.worker.forward_batch_generation(batch)
+        for req in reqs:  # What the row still holds of another request is not this one's.
+            table = self.worker.steps.state["state.block_table"][req.slot]
+            assert not table[-(-req.allocated // self.page_size) :].any()
+        return result

@@ -956,6 +956,13 @@ FAULTS = (
         f"{_SGLANG_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
     ),
     Fault(
+        "whole steps in SGLang: drafts after a prompt are written to another request's pages",
+        "integrations/sglang/step_worker.py",
+        "self._set_tables(slots, batch.seq_lens)\n",
+        "self._set_tables(slots, batch.seq_lens + 2 * self.steps.model.options.spec_tokens + 1)\n",
+        f"{_SGLANG_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
+    ),
+    Fault(
         "whole steps in SGLang: its scheduler learns a length without the last token",
         "integrations/sglang/step_worker.py",
         "new_seq_lens=batch.seq_lens + lengths,",

@@ -32,6 +32,7 @@ from agreement import HEADS, MAX_LEN, ROOT, Decoded, Work, ask, run_mtpc
 from helpers import trained
 from recorded import keep
 from safetensors.torch import load_file, save_file
+from vllm_agreement import CHANGES, make_trained
 
 import mtpc
 
@@ -39,11 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
     "mimo-accepting": {},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    **{name: CHANGES[name] for name in ("deepseek_v3", "qwen3_next", "qwen3_5")},
 }
-HYBRID = ("qwen3_next",)
-"""Which the host runs on a GPU alone, and mtpc's steps anywhere; without the host's prefix cache,
-whose pages do not carry recurrent state."""
+STEP_ONLY = ("deepseek_v3", "qwen3_next", "qwen3_5")
+"""Which the host runs on a GPU alone, and mtpc's steps anywhere."""
+HYBRID = ("qwen3_next", "qwen3_5")
+"""Without the host's prefix cache, whose pages do not carry recurrent state."""
 CUT: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128},
     "glm4_moe": {**HEADS, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -55,6 +57,8 @@ BLOCK = 32
 BATCHES = [[[5, 9, 17, 33]], [[3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]]
 BEGINS_AS_BEFORE = [[*BATCHES[1][1][:8], 3, 5], [*BATCHES[0][0], 61]]
 NEW_TOKENS = 16
+TRAINING_STEPS = 18
+"""So few that drafts are accepted in part."""
 DRAFTS: dict[str, dict[str, Any]] = {
     "host": {"env": {}, "options": {"speculative_algorithm": "NEXTN"}},
     "mtpc": {
@@ -105,7 +109,7 @@ def main() -> int:
             if STEP in args.drafts:
                 faults += check_steps(args, directory, case, **more)
             drafts = [draft for draft in args.drafts if draft != STEP]
-            if not drafts or case in HYBRID:
+            if not drafts or case in STEP_ONLY:
                 continue
             host = run_host(args.sglang_python, directory, "host", *work, **more)
             for draft in ("host", *drafts):
@@ -129,13 +133,10 @@ def make_checkpoint(case: str, directory: Path, changes: dict[str, Any]) -> Path
     """The checkpoint of a case."""
     if case.endswith("-accepting"):
         return trained.make_full_acceptance_checkpoint(directory)
-    trained.make_trained_checkpoint(case, directory, **changes)
-    if case in HYBRID:  # The host reads this entry, which transformers does not write.
-        config = directory / "config.json"
-        config.write_text(
-            json.dumps(json.loads(config.read_text()) | {"full_attention_interval": 2})
-        )
-    return directory
+    if case in STEP_ONLY:
+        make_trained(case, directory, changes, TRAINING_STEPS)
+        return directory
+    return trained.make_trained_checkpoint(case, directory, **changes)
 
 
 def check_steps(args: argparse.Namespace, directory: Path, case: str, **more: Any) -> list[str]:

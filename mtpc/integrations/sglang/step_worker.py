@@ -116,7 +116,8 @@ class StepWorker(BaseSpecWorker):
         )
 
     def _prefill(self, batch: Any, slots: Tensor) -> Any:
-        self._set_tables(slots, batch.seq_lens + 2 * self.steps.model.options.spec_tokens + 1)
+        # SGLang gives pages for drafts with the next iteration. Until then page 0 takes them.
+        self._set_tables(slots, batch.seq_lens)
         chunks = []
         for slot, req, begin, count in zip(
             slots.tolist(), batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
