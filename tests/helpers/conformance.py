@@ -57,8 +57,8 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         Row(
             "A package for the target model, too",
             "yes",
-            "`mtpc/integrations/sglang/step_models`, for `MTPC_STEP`: SGLang's model object is "
-            "empty, and the worker runs mtpc's steps; see "
+            "`mtpc/integrations/sglang/step_models/targets.py`, for `MTPC_STEP`: SGLang's model "
+            "object is empty, and the worker runs mtpc's steps; see "
             "[verify in one graph](#verify-and-propose-as-one-graph-in-a-host)",
             (f"{STEPS}::test_texts_are_those_of_plain_decoding", PLUGIN),
         ),
