@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 environments=${MTPC_VERSIONS_DIR:-.venv-versions}
-for versions in "2.11.0 5.17.0" "2.14.1 5.24.0"; do
+for versions in "2.11.0 5.17.0" "2.14.1 5.24.0" "2.15.0 5.24.0"; do
     read -r torch transformers <<<"$versions"
     venv=$environments/torch-$torch-transformers-$transformers
     if [ ! -x "$venv/bin/pytest" ]; then

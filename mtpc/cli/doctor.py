@@ -25,7 +25,7 @@ Version = tuple[int, ...]
 
 PYTHON: Version = (3, 11)
 RANGES: dict[str, tuple[Version, Version | None]] = {
-    "torch": ((2, 11), (2, 15)),
+    "torch": ((2, 11), (2, 16)),
     "transformers": ((5, 17), (6,)),
     "safetensors": ((0, 5), None),
     "networkx": ((3, 2), None),

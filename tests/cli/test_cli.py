@@ -281,7 +281,7 @@ def test_doctor_knows_every_name_of_triton(name, install, monkeypatch):
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.10.1", "wrong"), ("2.11.0+cpu", "ok"), ("2.14.1", "ok"), ("2.15.0a0", "wrong")],
+    [("2.10.1", "wrong"), ("2.11.0+cpu", "ok"), ("2.15.0", "ok"), ("2.16.0a0", "wrong")],
 )
 def test_doctor_holds_versions_to_their_range(version, status, install):
     install(torch=version)
@@ -294,7 +294,7 @@ def test_doctor_without_torch_says_how_to_get_it(install):
     install()
     findings = {finding.what: finding for finding in doctor.examine()}
     assert findings["torch"].status == "wrong"
-    assert findings["torch"].advice == 'pip install "torch>=2.11,<2.15"'
+    assert findings["torch"].advice == 'pip install "torch>=2.11,<2.16"'
     assert "GPU" not in findings
 
 

@@ -7,8 +7,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from helpers.places import TESTS
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Row:
 
 
 SEAMS, V4 = "integrations/test_sglang_seams.py", "integrations/test_sglang_v4.py"
+STEPS = "integrations/test_sglang_steps.py"
 CONTRACT, PLUGIN = "peers/sglang_contract.py", "peers/sglang_plugin.py"
 THEOREM = "test_theorem.py::test_speculative_output_equals_plain_decoding"
 PUBLIC = "engine/test_public_faults.py"
@@ -52,10 +56,11 @@ SOURCES: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "A package for the target model, too",
-            "no",
-            "SGLang's own class runs the target: a registered class is a model, and cannot hold "
-            "the step around it; see "
+            "yes",
+            "`mtpc/integrations/sglang/step_models/targets.py`, for `MTPC_STEP`: SGLang's model "
+            "object is empty, and the worker runs mtpc's steps; see "
             "[verify in one graph](#verify-and-propose-as-one-graph-in-a-host)",
+            (f"{STEPS}::test_texts_are_those_of_plain_decoding", PLUGIN),
         ),
         Row(
             "Embedding and head are the target's",
@@ -404,28 +409,28 @@ FAULTS = (
 
 ONE_GRAPH = """
 mtpc's own engine runs verify, acceptance and all drafts of an iteration as one graph, and `mtpc.compile_host` gives the
-same graph to a host that owns scheduler and KV pool ([embedding.md](embedding.md)). In SGLang 0.5.23 and vLLM 0.33 this
-graph does not run. Why, by their sources:
+same graph to a host that owns scheduler and KV pool ([embedding.md](embedding.md)). In SGLang 0.5.23 the algorithm
+`MTPC_STEP` runs it ([embedding-sglang.md](embedding-sglang.md#the-whole-iteration-as-one-graph)), for dense models,
+experts and hybrids (`integrations/test_sglang_steps.py`, `peers/sglang_plugin.py --drafts mtpc-step`). In vLLM 0.33 it
+does not run. The seams, by the hosts' sources:
 
-| seam | what it can carry | what stops it |
+| seam | what it can carry | what mtpc does, or what stops it |
 |---|---|---|
-| SGLang `SpeculativeAlgorithm.register` (`speculative/spec_registry.py:234`) | a worker of our own. `forward_batch_generation` gets the batch, and returns tokens, accepted lengths and the next `EagleDraftInput` (`speculative/eagle_worker_v2.py:1416`). It is the one seam that could hold the whole iteration | the scheduler allocates KV slots token by token through `req_to_token`, so pages are of one token or need `--page-size`. The target's weights are in SGLang's layers (joined, cut, quantised): mtpc's step would need them twice, or a recipe for each layer |
-| SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` (`platforms/interface.py:192-211`) | the same worker; and a runner for the phases `draft_decode` and `draft_extend`, whose pass over the verified rows gives the first draft | SGLang asks out-of-tree platforms alone (`speculative/spec_info.py:307`): mtpc would have to stand for the device, in place of CUDA or ROCm. There is no phase of verification |
-| SGLang `SGLANG_EXTERNAL_MODEL_PACKAGE` | draft models: what mtpc uses | a model is called for one forward. Acceptance lies outside of it |
-| vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | as above; the V2 runner captures what it calls (`v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py:109`) |
-| vLLM platform, `worker_cls` (`config/parallel.py:306`) | a model runner of our own | the runner owns input batches, KV groups and sampling together; replacing it replaces most of vLLM |
-
-The first row is the way that is open. Until then `MTPC` holds the K - 1 single-row draft steps in one graph, and SGLang
-verifies.
+| SGLang `SpeculativeAlgorithm.register` (`speculative/spec_registry.py:234`) | a worker of our own. `forward_batch_generation` gets the batch, and returns tokens, accepted lengths and the next `EagleDraftInput` (`speculative/eagle_worker_v2.py:1416`) | `MTPC_STEP`. Slots of `req_to_token` are mtpc's request slots, and pages are SGLang's |
+| SGLang `SGLANG_EXTERNAL_MODEL_PACKAGE` | a class for each model | draft models; and for `MTPC_STEP` an empty target, so that weights exist once. A model is called for one forward, and acceptance lies outside of it: so the worker has the step |
+| SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` (`platforms/interface.py:192-211`) | the same worker; and a runner for the phases `draft_decode` and `draft_extend` | not used. SGLang asks out-of-tree platforms alone (`speculative/spec_info.py:307`): mtpc would have to stand for the device, in place of CUDA or ROCm. There is no phase of verification |
+| vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | a model is called for one forward; acceptance lies outside of it. The V2 runner captures what it calls (`v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py:109`) |
+| vLLM platform, `worker_cls` (`config/parallel.py:306`) | a model runner of our own | the runner owns input batches, KV groups, block tables, sampling and structured output together, and there is no smaller seam between scheduler and runner: replacing it replaces most of vLLM |
 """  # noqa: E501
 
 NEVER_RUN = """
 - **AMD GPUs**: no HIP graph, no function of aiter, no RCCL exchange. What is written for them is tested by contract.
-- **Hosts on a GPU**: neither plugin. SGLang's CUDA graphs over a traced draft, vLLM's V2 runner.
+- **Hosts on a GPU**: neither plugin. SGLang's CUDA graphs over a traced draft, mtpc's whole steps, vLLM's V2 runner.
 - **Several GPUs**: the tests of two GPUs have been skipped everywhere so far.
 - **Released checkpoints** of the five sources' models: none fits the machines of the project. Tiny models of the same
   classes, and one real model of 0.5B parameters without MTP layers, stand for them.
-- **vLLM on torch 2.14**: its CPU build is for torch 2.13. SGLang runs on its own torch 2.14.1.
+- **vLLM on torch 2.14**: vLLM 0.33, which pins torch 2.14.0, has no CPU build; the newest one, 0.32.0, is for torch
+  2.13. SGLang runs on its own torch 2.14.1.
 """  # noqa: E501
 
 
@@ -448,8 +453,30 @@ def page() -> str:
     parts += [f"## {source}\n\n{table(rows)}" for source, rows in SOURCES.items()]
     parts.append(f"## Faults of public engines, as cases\n\n{table(FAULTS)}")
     parts.append(f"## Verify and propose as one graph, in a host\n{ONE_GRAPH.rstrip()}")
+    parts.append(f"## Beside the hosts\n\n{beside_the_hosts()}")
     parts.append(f"## What has never run\n{NEVER_RUN.rstrip()}")
     return "\n\n".join(parts) + "\n"
+
+
+def beside_the_hosts() -> str:
+    """What `tests/peers` has recorded, as a table."""
+    lines = [
+        "What `--record` of the scripts below `tests/peers` has kept. Texts and accepted drafts "
+        "are equal in both\nprograms: the host with its own draft and with mtpc's; or, for "
+        "`mtpc-step`, the host and mtpc's own engine.\n",
+        "| script: checkpoint, what ran | host | equal texts | accepted at each position | of |",
+        "|---|---|---|---|---|",
+    ]
+    found = json.loads((TESTS / "peers" / "results.json").read_text())
+    for name, ran in found.items():
+        script, _, case = name.partition(": ")
+        equal, all_texts = ran["texts"]
+        accepted = ", ".join(map(str, ran["accepted"]))
+        lines.append(
+            f"| `{script}`: {case} | {ran['host']} | {equal} of {all_texts} | {accepted} | "
+            f"{ran['drafts']} |"
+        )
+    return "\n".join(lines)
 
 
 def rows() -> list[Row]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import fake_sglang_layers as layers
+from helpers.sglang_scheduler import BaseSpecWorker, HybridPool, KVPool
 
 
 class Mode:
@@ -332,7 +333,8 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         "mem_cache.memory_pool": {
             "KVWriteLoc": KVWriteLoc,
-            "MHATokenToKVPool": object,
+            "HybridLinearKVPool": HybridPool,
+            "MHATokenToKVPool": KVPool,
             "MLATokenToKVPool": MLATokenToKVPool,
         },
         "model_executor.forward_context": {
@@ -347,6 +349,9 @@ def _modules() -> dict[str, dict[str, Any]]:
             "get_server_args": lambda: HOST.arguments,
         },
         "managers.schedule_batch": {"FINISH_ABORT": FINISH_ABORT},
+        "managers.utils": {"GenerationBatchResult": SimpleNamespace},
+        "speculative.base_spec_worker": {"BaseSpecWorker": BaseSpecWorker},
+        "speculative.eagle_info": {"EagleDraftInput": SimpleNamespace},
         "speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},
         "speculative.spec_registry": {"CustomSpecAlgo": CustomSpecAlgo},
         "speculative.eagle_worker_v2": {"EAGLEWorkerV2": EAGLEWorkerV2},

@@ -41,15 +41,14 @@ models without one: BailingMoeV25MTPModel, BailingMoeV3MTPModel, Dots3NoteMTPMod
 Glm5NextMTPModel, GlmOcrMTPModel, HYV3MTPModel, HYV4MTPModel, InklingMTPModel, InternS2MobiusMTP,
 KimiK3MTPModel, MiniMaxM3MTP, OpenPanguMTPModel; and EagleDeepSeekMTPModel, an EAGLE head."""
 STATE, NORM = "state of its own", "no final norm of its own"
-SINKS, ASSISTANT, UNTRIED = "sinks", "an assistant", "untried"
+SINKS, ASSISTANT, UNTRIED, IMAGES = "sinks", "an assistant", "untried", "images"
 LEFT = {
     **dict.fromkeys(("DeepseekV32MTPModel", "Qwen4ExpMTP"), STATE),
     "ErnieMTPModel": NORM,
     **dict.fromkeys(("DeepSeekV4MTPModel", "MiMoV2MTPModel"), SINKS),
     "Gemma4MTPModel": ASSISTANT,
-    **dict.fromkeys(("ExaoneMoeMTP", "NemotronHMTPModel", "LongCatFlashMTPModel"), UNTRIED),
-    **dict.fromkeys(("Glm4MoeLiteMTPModel", "Step3p5MTP"), UNTRIED),
-    **dict.fromkeys(("Qwen3_5MTP", "Qwen3_5MoeMTP"), UNTRIED),
+    **dict.fromkeys(("NemotronHMTPModel", "LongCatFlashMTPModel", "Step3p5MTP"), UNTRIED),
+    **dict.fromkeys(("Qwen3_5MTP", "Qwen3_5MoeMTP"), IMAGES),
 }
 """vLLM's own class runs, and why; docs/embedding-vllm.md says the same."""
 

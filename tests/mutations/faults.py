@@ -65,6 +65,7 @@ _RANK_DRAFTERS = "ranks/test_drafters.py::test_text_and_drafts_are_those_of_one_
 _FAILURES = "engine/test_failures.py"
 _SGLANG = "integrations/test_sglang_seams.py"
 _SGLANG_V4 = "integrations/test_sglang_v4.py"
+_SGLANG_STEPS = "integrations/test_sglang_steps.py"
 _EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
@@ -946,6 +947,48 @@ FAULTS = (
         "whole: Tensor = get_parallel().tp_group.all_gather(part, -1)",
         "whole: Tensor = part",
         f"{_SGLANG}::test_a_head_that_ranks_share_is_gathered",
+    ),
+    Fault(
+        "whole steps in SGLang: the block table has KV slots in the place of pages",
+        "integrations/sglang/step_worker.py",
+        "req_to_token[slots, :: self.page_size] // self.page_size",
+        "req_to_token[slots, :: self.page_size]",
+        f"{_SGLANG_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "whole steps in SGLang: drafts after a prompt are written to another request's pages",
+        "integrations/sglang/step_worker.py",
+        "self._set_tables(slots, batch.seq_lens)\n",
+        "self._set_tables(slots, batch.seq_lens + 2 * self.steps.model.options.spec_tokens + 1)\n",
+        f"{_SGLANG_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "whole steps in SGLang: its scheduler learns a length without the last token",
+        "integrations/sglang/step_worker.py",
+        "new_seq_lens=batch.seq_lens + lengths,",
+        "new_seq_lens=batch.seq_lens + lengths - 1,",
+        f"{_SGLANG_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "whole steps in SGLang: a request that begins with cached pages begins at 0",
+        "integrations/host_steps.py",
+        'self.state["state.committed_lens"][chunk.slot] = chunk.begin',
+        'self.state["state.committed_lens"][chunk.slot] = 0',
+        f"{_SGLANG_STEPS}::test_a_prefix_of_another_request[mimo]",
+    ),
+    Fault(
+        "whole steps in SGLang: recurrent state of a cached beginning is another request's",
+        "integrations/sglang/step_worker.py",
+        "check_prefixes(hosted, not self.server_args.disable_radix_cache)",
+        "check_prefixes(hosted, False)",
+        f"{_SGLANG_STEPS}::test_what_pages_do_not_carry_is_not_shared",
+    ),
+    Fault(
+        "whole steps in SGLang: a request that asks for a grammar gets text without it",
+        "integrations/sglang/step_worker.py",
+        '"a grammar": req.grammar,',
+        '"a grammar": None,',
+        f"{_SGLANG_STEPS}::test_what_a_request_may_not_ask",
     ),
     Fault(
         "a chain takes what a host stores of an expansion for its weight",

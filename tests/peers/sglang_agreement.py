@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agreement import Counts, Decoded, Work, compare, compare_all, make_work, run_mtpc
-from sglang_plugin import run_host
+from sglang_plugin import decoded, run_host
 from vllm_agreement import CHANGES, make_trained
 
 HOST_RULES: dict[str, dict[str, Any]] = {"mimo": {"first_features": "after"}}
@@ -65,14 +65,7 @@ def run_sglang(
     """
     batches = [work.prompts[i : i + batch] for i in range(0, len(work.prompts), batch)]
     found = run_host(python, directory, "host", batches, work.new_tokens, spec_tokens)
-    return [
-        Decoded(
-            answer["tokens"],
-            [sum(answer["histogram"][i + 1 :]) for i in range(spec_tokens)],
-            spec_tokens * sum(answer["histogram"]),
-        )
-        for answer in found["answers"]
-    ]
+    return decoded(found["answers"], spec_tokens)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ own draft and with ours, and compares tokens and, request by request, how many s
 many drafts. Tokens are compared with mtpc's plain decoding, too; which class ran in which of the
 host's phases is read from the log of the plugin for CPUs. Two minutes a run, of which most is the
 host's start. Exits with 1 where something differs.
+
+With `--drafts mtpc-step` the whole iteration is mtpc's step, and no forward is the host's. It is
+compared with mtpc's own engine, because the host wires MiMo's first draft otherwise, and does not
+run a hybrid model without a GPU. One more batch begins as earlier prompts did (prefix cache).
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from agreement import HEADS, MAX_LEN, ROOT, ask
+from agreement import HEADS, MAX_LEN, ROOT, Decoded, Work, ask, run_mtpc
 from helpers import trained
+from recorded import keep
 from safetensors.torch import load_file, save_file
+from vllm_agreement import CHANGES, make_trained
 
 import mtpc
 
@@ -34,7 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "glm4_moe": HEADS,
     "mimo-accepting": {},
+    **{name: CHANGES[name] for name in ("deepseek_v3", "qwen3_next", "qwen3_5")},
 }
+STEP_ONLY = ("deepseek_v3", "qwen3_next", "qwen3_5")
+"""Which the host runs on a GPU alone, and mtpc's steps anywhere."""
+HYBRID = ("qwen3_next", "qwen3_5")
+"""Without the host's prefix cache, whose pages do not carry recurrent state."""
 CUT: dict[str, dict[str, Any]] = {
     "mimo": {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 128},
     "glm4_moe": {**HEADS, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -44,7 +55,10 @@ CUT: dict[str, dict[str, Any]] = {
 BLOCK = 32
 """Rows and columns of a block of FP8 weights."""
 BATCHES = [[[5, 9, 17, 33]], [[3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]]
+BEGINS_AS_BEFORE = [[*BATCHES[1][1][:8], 3, 5], [*BATCHES[0][0], 61]]
 NEW_TOKENS = 16
+TRAINING_STEPS = 18
+"""So few that drafts are accepted in part."""
 DRAFTS: dict[str, dict[str, Any]] = {
     "host": {"env": {}, "options": {"speculative_algorithm": "NEXTN"}},
     "mtpc": {
@@ -55,7 +69,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.models"},
         "options": {"speculative_algorithm": "MTPC"},
     },
+    "mtpc-step": {
+        "env": {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mtpc.integrations.sglang.step_models"},
+        "options": {"speculative_algorithm": "MTPC_STEP"},
+    },
 }
+STEP = "mtpc-step"
 PHASES = {"EXTEND", "DRAFT_EXTEND_V2", "DECODE"}
 """The host's phases that a draft model runs in; the target verifies."""
 
@@ -64,11 +83,12 @@ def main() -> int:
     """Compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sglang-python", type=Path, required=True, metavar="VENV/bin/python")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS)[1:])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES)[:3])
+    parser.add_argument("--drafts", nargs="+", choices=DRAFTS, default=list(DRAFTS)[1:-1])
     parser.add_argument("--steps", type=int, default=3, help="drafts a round (default: 3)")
     parser.add_argument("--page-size", type=int, default=1, help="the host's (default: 1)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--record", action="store_true", help="keep figures for the docs")
     parser.add_argument("--fp8", action="store_true", help="quantise the checkpoints in blocks")
     args = parser.parse_args()
     faults: list[str] = []
@@ -86,13 +106,23 @@ def main() -> int:
                 "tp_size": args.tensor_parallel_size,
             }
             more["dtype"] = "float16" if args.fp8 else "float32"
+            if STEP in args.drafts:
+                faults += check_steps(args, directory, case, **more)
+            drafts = [draft for draft in args.drafts if draft != STEP]
+            if not drafts or case in STEP_ONLY:
+                continue
             host = run_host(args.sglang_python, directory, "host", *work, **more)
-            for draft in ("host", *args.drafts):
+            for draft in ("host", *drafts):
                 found = host
                 if draft != "host":
                     found = run_host(args.sglang_python, directory, draft, *work, **more)
                 report(case, draft, found)
-                faults += check(f"{case}, {draft}", found, host, plain)
+                wrong = check(f"{case}, {draft}", found, host, plain)
+                faults += wrong
+                if draft != "host":
+                    ran = f"{case}, {draft}, K={args.steps}, {args.tensor_parallel_size} rank(s)"
+                    ran += ", FP8" if args.fp8 else ""
+                    record(args, ran, decoded(found["answers"], args.steps), len(wrong))
                 faults += check_classes(f"{case}, {draft}", found["log"], draft, args.steps)
                 faults += check_acceptance(case, draft, found["answers"], args.steps)
     print("\n".join(faults) or "All agree.")
@@ -103,7 +133,53 @@ def make_checkpoint(case: str, directory: Path, changes: dict[str, Any]) -> Path
     """The checkpoint of a case."""
     if case.endswith("-accepting"):
         return trained.make_full_acceptance_checkpoint(directory)
+    if case in STEP_ONLY:
+        make_trained(case, directory, changes, TRAINING_STEPS)
+        return directory
     return trained.make_trained_checkpoint(case, directory, **changes)
+
+
+def check_steps(args: argparse.Namespace, directory: Path, case: str, **more: Any) -> list[str]:
+    """Faults of the whole iteration as mtpc's step: texts and accepted drafts are not those of
+    mtpc's own engine, or a forward was the host's."""
+    batches, steps = [*batches_of(case), BEGINS_AS_BEFORE], args.steps
+    more["disable_radix_cache"] = case in HYBRID
+    found = run_host(args.sglang_python, directory, STEP, batches, NEW_TOKENS, steps, **more)
+    report(case, STEP, found)
+    theirs = decoded(found["answers"], steps)
+    work = Work([prompt for batch in batches for prompt in batch], NEW_TOKENS)
+    ours = run_mtpc(directory, steps, work, "float32", {})
+    faults = [
+        f"{case}, {STEP}: prompt {prompt}: {one}, mtpc's own engine {other}"
+        for prompt, one, other in zip(work.prompts, theirs, ours, strict=True)
+        if one != other
+    ]
+    if found["log"]:
+        faults.append(f"{case}, {STEP}: forwards of the host: {classes(found['log'])}")
+    record(args, f"{case}, {STEP}, K={steps}", theirs, len(faults))
+    return faults
+
+
+def record(args: argparse.Namespace, case: str, answers: list[Decoded], faults: int) -> None:
+    """Print what was accepted, and keep it if the user asks for it."""
+    accepted = [sum(column) for column in zip(*(each.accepted for each in answers), strict=True)]
+    drafts = sum(each.drafted for each in answers) // args.steps
+    texts = (len(answers) - faults, len(answers))
+    print(f"{case}: {texts[0]} of {texts[1]} equal, accepted by position {accepted} of {drafts}")
+    if args.record:
+        keep(args.sglang_python, Path(__file__).name, case, texts, accepted, drafts)
+
+
+def decoded(answers: list[Any], steps: int) -> list[Decoded]:
+    """The host's answers: tokens, accepted drafts by position, and how many were drafted."""
+    return [
+        Decoded(
+            answer["tokens"],
+            [sum(answer["histogram"][i + 1 :]) for i in range(steps)],
+            steps * sum(answer["histogram"]),
+        )
+        for answer in answers
+    ]
 
 
 def quantise(directory: Path, block: int = BLOCK) -> None:
@@ -166,6 +242,7 @@ def run_host(
         Refused: it does not run the checkpoint.
     """
     log = directory / f"{draft}.log"
+    log.touch()
     most = max(len(batch) for batch in batches)
     options = {
         "model_path": str(directory),

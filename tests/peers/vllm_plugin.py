@@ -19,16 +19,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from agreement import NEW_TOKENS, PROMPTS, ROOT
 from helpers import tiny
+from recorded import keep
 from vllm_agreement import CHANGES, make_trained, vllm_options
 
 from benchmarks.peers import vllm_host
 
-FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next")
+FAMILIES = ("mimo", "glm4_moe", "deepseek_v3", "qwen3_next", "glm4_moe_lite", "exaone_moe")
 """Whose draft classes the plugin takes the place of."""
 OURS = "mtpc.integrations.vllm.draft_model.TracedMTP"
 NAME = "vllm:spec_decode_num_"
@@ -51,6 +53,7 @@ def main() -> int:
     parser.add_argument("--together", action="store_true", help="all prompts in one batch")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--quantize", metavar="SCHEME", help="of `mtpc quantize`")
+    parser.add_argument("--record", action="store_true", help="keep figures for the docs")
     parser.add_argument("--dtype", help="instead of the one that vLLM runs most exactly")
     parser.add_argument("--training-steps", type=int, help="more of them make margins larger")
     parser.add_argument("--keep", nargs="*", default=[], help="modules that stay plain")
@@ -63,6 +66,9 @@ def main() -> int:
         host = run(cases, [0, *args.spec_tokens], False, kept, args)
         ours = run(cases, args.spec_tokens, True, kept, args)
     bad = sum(compare(case, host, ours, args.spec_tokens) for case in cases)
+    if args.record:
+        for (family, kind), k in product(cases, args.spec_tokens):
+            record(args, f"{family}, {kind}, K={k}", host[family, kind, k], ours[family, kind, k])
     print("all agree" if not bad else f"{bad} comparison(s) failed")
     return 1 if bad else 0
 
@@ -97,6 +103,14 @@ def compare(case: Case, host: Answers, ours: Answers, spec_tokens: list[int]) ->
         print(f"  accepted by position: mtpc {accepted}, vLLM {of(theirs)[0]}; ", end="")
         print(f"drafted: {drafted}, {of(theirs)[1]}; class: {answer['draft_class']}")
     return bad
+
+
+def record(args: argparse.Namespace, case: str, theirs: Any, ours: Any) -> None:
+    """Keep the figures of a pair of answers."""
+    pairs = list(zip(theirs["tokens"], ours["tokens"], strict=True))
+    accepted, drafted = of(ours)
+    texts = (sum(one == other for one, other in pairs), len(pairs))
+    keep(args.vllm_python, Path(__file__).name, case, texts, accepted, drafted // len(accepted))
 
 
 def faults(kind: str, theirs: Any, ours: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""The algorithm `MTPC`, as SGLang's scheduler, pools and options use it.
+"""The algorithms `MTPC` and `MTPC_STEP`, as SGLang's scheduler, pools and options use them.
 
-SGLang imports this module in each of its processes, even if the algorithm is not used. So it
-imports little, and imports the worker only when SGLang makes one.
+SGLang imports this module in each of its processes, even if neither is used. So it imports little,
+and imports a worker only when SGLang makes one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 from mtpc.errors import OptionError
 
 NAME = "MTPC"
+STEP_NAME = "MTPC_STEP"
 
 
 class MTPCAlgorithm(CustomSpecAlgo):
@@ -45,8 +46,18 @@ class MTPCAlgorithm(CustomSpecAlgo):
             server_args.speculative_use_rejection_sampling = True
 
 
-def check_arguments(server_args: Any) -> None:
-    """Refuse options that `DraftChain` does not support.
+class StepAlgorithm(MTPCAlgorithm):
+    """The algorithm whose iterations are whole steps of mtpc."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """As `MTPC`. Iterations are synchronous, and mtpc captures its own graphs."""
+        super().handle_server_args(server_args)
+        server_args.disable_overlap_schedule = True
+        server_args.disable_cuda_graph = True
+
+
+def check_arguments(server_args: Any, name: str = NAME) -> None:
+    """Refuse options that a chain of a fixed number of drafts does not support.
 
     Raises:
         OptionError: the drafts are not a chain of fixed length, or an unsupported option is on.
@@ -67,15 +78,39 @@ def check_arguments(server_args: Any) -> None:
                 wrong = f"{option} {getattr(server_args, option)} with rejection sampling"
     if wrong:
         raise OptionError(
-            f"--speculative-algorithm {NAME}: found {wrong}; expected --speculative-num-steps N, "
+            f"--speculative-algorithm {name}: found {wrong}; expected --speculative-num-steps N, "
             "--speculative-eagle-topk 1, --speculative-num-draft-tokens N+1, and none of adaptive "
             "speculation, a token map, multi-layer EAGLE, nor thresholds of acceptance with "
             "rejection sampling, which ROCm always needs"
         )
 
 
+def check_step_arguments(server_args: Any) -> None:
+    """Refuse options that mtpc's whole steps do not support.
+
+    Raises:
+        OptionError: see `check_arguments`; or SGLang would share work among ranks, move pages out
+            of its pool, or have them in another dtype.
+    """
+    check_arguments(server_args, STEP_NAME)
+    served = {
+        **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), (1,)),
+        **dict.fromkeys(("enable_hierarchical_cache", "enable_lora"), (False, None)),
+        "disaggregation_mode": ("null",),
+        "kv_cache_dtype": ("auto",),
+        "quantization": (None,),
+    }
+    for option, values in served.items():
+        found = getattr(server_args, option)
+        if found not in values:
+            raise OptionError(
+                f"--speculative-algorithm {STEP_NAME}: found {option} {found}; expected "
+                f"{values[0]}: use {NAME} or NEXTN"
+            )
+
+
 def register_algorithm() -> None:
-    """Register the algorithm's name with SGLang."""
+    """Register the algorithms' names with SGLang."""
     register = SpeculativeAlgorithm.register(
         NAME,
         supports_overlap=True,
@@ -83,6 +118,19 @@ def register_algorithm() -> None:
         spec_class=MTPCAlgorithm,
     )
     register(_worker)
+    register = SpeculativeAlgorithm.register(
+        STEP_NAME,
+        supports_overlap=True,
+        validate_server_args=check_step_arguments,
+        spec_class=StepAlgorithm,
+    )
+    register(_step_worker)
+
+
+def _step_worker(server_args: Any) -> type:
+    from mtpc.integrations.sglang.step_worker import StepWorker
+
+    return StepWorker
 
 
 def _worker(server_args: Any) -> type:

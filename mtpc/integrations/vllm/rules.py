@@ -33,6 +33,8 @@ class HostRules:
 HOST_RULES: Mapping[str, HostRules] = {
     "MiMoMTPModel": HostRules("MiMoForCausalLM", True),
     "Glm4MoeMTPModel": HostRules("Glm4MoeForCausalLM", True, recycles_unnormed=True),
+    "Glm4MoeLiteMTPModel": HostRules("Glm4MoeLiteForCausalLM", True, recycles_unnormed=True),
+    "ExaoneMoeMTP": HostRules("ExaoneMoeForCausalLM", False),
     "DeepSeekMTPModel": HostRules("DeepseekV3ForCausalLM", True, returns_pair=True),
     "Qwen3NextMTP": HostRules("Qwen3NextForCausalLM", False, quantises_joint=True),
 }

@@ -1,0 +1,221 @@
+"""`--speculative-algorithm MTPC_STEP`: each iteration of SGLang is one step of mtpc."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from torch import Tensor
+
+import mtpc
+from mtpc.errors import UnsupportedModelError
+from mtpc.host.hosted import HostedModel
+from mtpc.integrations.host_steps import Chunk, HostSteps, check_prefixes
+from mtpc.integrations.sglang.algorithm import STEP_NAME
+from mtpc.integrations.sglang.propose import buckets_up_to, by_pages
+from mtpc.integrations.sglang.step_models.targets import HostedTarget
+
+PREFILL_TOKENS = 2048
+"""Most tokens of a prefill step; SGLang's chunks may be longer."""
+
+
+class StepWorker(BaseSpecWorker):
+    """A worker whose forward is mtpc's step: verify, acceptance and all drafts are one graph.
+
+    SGLang keeps scheduler, prefix cache, pages and pools. A request's slot is SGLang's index in
+    `ReqToTokenPool`, whose index 0 no request has, and pages are SGLang's, whose page 0 no request
+    has. The MTP layers' caches and mtpc's state rows are mtpc's own.
+
+    Args:
+        server_args: SGLang's options.
+        gpu_id: unused.
+        nccl_port: unused.
+        target_worker: SGLang's worker, whose model is a `HostedTarget`.
+
+    Raises:
+        UnsupportedModelError: SGLang has a model of its own.
+    """
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any):
+        super().__init__()
+        model = target_worker.model_runner.model
+        if not isinstance(model, HostedTarget):
+            raise UnsupportedModelError(
+                f"--speculative-algorithm {STEP_NAME}: the target is {type(model).__module__}."
+                f"{type(model).__name__}; set "
+                "SGLANG_EXTERNAL_MODEL_PACKAGE=mtpc.integrations.sglang.step_models"
+            )
+        self.server_args, self._target_worker = server_args, target_worker
+
+    @property
+    def draft_worker(self) -> None:
+        """None: mtpc's steps draft."""
+        return None
+
+    def alloc_memory_pool(self, *pools: Any, **named: Any) -> None:
+        """Compile the steps over SGLang's pools, which exist now."""
+        super().alloc_memory_pool(*pools, **named)
+        runner = self.target_worker.model_runner
+        pool, page_size = runner.token_to_kv_pool, runner.page_size
+        drafts = self.server_args.speculative_num_draft_tokens
+        self.page_size = page_size
+        hosted = mtpc.compile_host(
+            self.server_args.model_path,
+            form="fused",
+            spec_tokens=drafts - 1,
+            page_size=page_size,
+            num_pages=pool.size // page_size + 1,
+            max_len=runner.model_config.context_len + drafts,
+            prefill_chunk=min(PREFILL_TOKENS, runner.model_config.context_len),
+            batch_buckets=buckets_up_to(self.req_to_token_pool.size),
+            dtype=str(runner.dtype).removeprefix("torch."),
+            backend=_backend(runner.device, runner.dtype),
+        )
+        check_prefixes(hosted, not self.server_args.disable_radix_cache)
+        layers = runner.model_config.num_hidden_layers
+        self.steps = HostSteps(hosted, host_pools(hosted, pool, layers))
+
+    @torch.no_grad()
+    def forward_batch_generation(self, batch: Any, **_: Any) -> Any:
+        """Run one iteration of SGLang's scheduler.
+
+        Args:
+            batch: SGLang's `ScheduleBatch`: prompts' chunks, or requests that decode.
+
+        Returns:
+            SGLang's `GenerationBatchResult`.
+        """
+        refuse_unsupported(batch.reqs)
+        slots = batch.req_pool_indices.long()
+        if batch.forward_mode.is_extend():
+            return self._prefill(batch, slots)
+        drafts = self.steps.model.options.spec_tokens
+        self._set_tables(slots, batch.seq_lens + 2 * drafts + 1)
+        emitted = self.steps.decode(slots)
+        counts = emitted.counts.tolist()
+        abort_broken([req for req, count in zip(batch.reqs, counts, strict=True) if not count])
+        lengths = emitted.counts.clamp(min=1)
+        last = emitted.token_ids.gather(1, lengths.long()[:, None] - 1)[:, 0]
+        return GenerationBatchResult(
+            next_token_ids=emitted.token_ids.flatten(),
+            accept_lens=lengths,
+            new_seq_lens=batch.seq_lens + lengths,
+            next_draft_input=_carried(last),
+            speculative_num_draft_tokens=drafts + 1,
+            can_run_cuda_graph=True,
+        )
+
+    def _prefill(self, batch: Any, slots: Tensor) -> Any:
+        # SGLang gives pages for drafts with the next iteration. Until then page 0 takes them.
+        self._set_tables(slots, batch.seq_lens)
+        chunks = []
+        for slot, req, begin, count in zip(
+            slots.tolist(), batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True
+        ):
+            text = req.full_untruncated_fill_ids
+            end = begin + count
+            following = text[end] if end < len(text) else None
+            chunks.append(Chunk(slot, begin, list(text[begin:end]), following))
+        found = self.steps.prefill(chunks)
+        pairs = zip(batch.reqs, chunks, found, strict=True)
+        abort_broken([req for req, c, token in pairs if token is None and c.following is None])
+        tokens = torch.tensor([token or 0 for token in found], device=slots.device)
+        return GenerationBatchResult(
+            next_token_ids=tokens,
+            new_seq_lens=batch.seq_lens,
+            next_draft_input=_carried(tokens),
+        )
+
+    def _set_tables(self, slots: Tensor, lengths: Tensor) -> None:
+        """Write the block tables of requests, of which the first `lengths` [R] tokens are used."""
+        pages = self.req_to_token_pool.req_to_token[slots, :: self.page_size] // self.page_size
+        begins = torch.arange(pages.shape[1], device=pages.device) * self.page_size
+        self.steps.set_tables(slots, pages.where(begins < lengths[:, None], 0))
+
+
+def host_pools(hosted: HostedModel, pool: Any, num_layers: int) -> dict[str, Tensor]:
+    """SGLang's caches of the target's layers, as views by pages, by mtpc's names.
+
+    Args:
+        hosted: what needs them.
+        pool: SGLang's pool.
+        num_layers: decoder layers of the target; what comes after them are MTP layers.
+
+    Raises:
+        UnsupportedModelError: the pool is of another kind; or see `by_pages`.
+    """
+    if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool, HybridLinearKVPool):
+        raise UnsupportedModelError(
+            f"--speculative-algorithm {STEP_NAME}: the KV pool is {type(pool).__name__}; expected "
+            "a plain pool of K and V, of latents, or that of a hybrid model: use NEXTN"
+        )
+    found = {}
+    for name, buffer in hosted.buffers.items():
+        layer, _, role = name.removeprefix("kv.").partition(".")
+        if not buffer.is_paged or int(layer) >= num_layers:
+            continue
+        read = pool.get_value_buffer if role == "v" else pool.get_key_buffer
+        rows = read(int(layer))
+        found[name] = by_pages(rows.flatten(1) if role == "latent" else rows, pool.page_size)
+    return found
+
+
+def refuse_unsupported(requests: Any) -> None:
+    """End requests that ask for what these steps do not do, with a message to the client."""
+    for req in requests:
+        params = req.sampling_params
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        asked = {
+            "sampling (temperature 0 is served)": params.top_k > 1,
+            "penalties": penalties != (0, 0, 1),
+            "min_new_tokens": params.min_new_tokens,
+            "logit_bias": params.logit_bias,
+            "a logit processor": req.custom_logit_processor,
+            "log-probabilities": req.return_logprob,
+            "a grammar": req.grammar,
+            "hidden states": req.return_hidden_states,
+            "embeddings": req.input_embeds or req.multimodal_inputs,
+            "an adapter (LoRA)": req.lora_id,
+        }
+        found = [what for what, is_asked in asked.items() if is_asked]
+        if found and not req.finished():
+            req.to_finish = FINISH_ABORT(
+                f"--speculative-algorithm {STEP_NAME}: the request asks for {found[0]}, which "
+                "mtpc's steps in SGLang do not do: leave it out, or start SGLang with MTPC",
+                HTTPStatus.BAD_REQUEST,
+                "BadRequestError",
+            )
+
+
+def abort_broken(requests: Any) -> None:
+    """End requests whose logits were not finite."""
+    for req in requests:
+        req.to_finish = FINISH_ABORT("the logits were not finite", HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _carried(last: Tensor) -> EagleDraftInput:
+    """What SGLang's scheduler carries, filters and merges from one iteration to the next.
+
+    The drafts lie in mtpc's state rows; only the last token is also here.
+    """
+    return EagleDraftInput(
+        topk_p=last.new_zeros((len(last), 1), dtype=torch.float32),
+        topk_index=last.new_zeros((len(last), 1)),
+        bonus_tokens=last.int(),
+    )
+
+
+def _backend(device: str, dtype: torch.dtype) -> str:
+    if device == "cuda":
+        return "cuda"
+    return "cpu" if dtype == torch.bfloat16 else "eager"
