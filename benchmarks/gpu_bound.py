@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from mtpc.program.ranks import Ranks
+from mtpc.ranks.group import Ranks
 
 from benchmarks import ROOT
 from benchmarks.gpu_model import BEFORE, Case, one_layer

@@ -69,7 +69,7 @@ class Grid:
         """
         if self.kind in VALUES:
             low, high = self.ends
-            return tuple(f * s for s in (1, high / low) for f in _spread(0.8, 1.02, 4))
+            return tuple(f * s for s in (1, high / low) for f in _spread(0.88, 1.06, 4))
         of = {"int4": (0.66, 1.1, 12), "int5": (0.8, 1.1, 7), "int8": (0.85, 1.0, 5)}
         return _spread(*of[self.kind]) if self.kind in of else ()
 

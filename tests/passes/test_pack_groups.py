@@ -197,7 +197,7 @@ def test_in_memory_as_in_a_file(
     options = dict(backend="eager", spec_tokens=1, batch_buckets=(2,), quantize=scheme, **TINY)
     plain = checkpoint("glm4_moe")
     written = quantise_checkpoint(plain, tmp_path / "out", scheme)
-    assert written.quantised > 20
+    assert sum(written.quantised.values()) > 20
     assert "lm_head.weight" in written.plain
     specs = Checkpoint(tmp_path / "out").specs
     assert {name for name in specs if "experts.0." in name}

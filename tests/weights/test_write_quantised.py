@@ -167,7 +167,7 @@ def _one_by_one(weight: torch.Tensor, spec: GroupSpec) -> torch.Tensor:
 
 _RANGES = {"int4": (-8, 8), "int5": (-16, 16), "int8": (-128, 128)}
 _FACTORS: dict[str, list[tuple[float, float, int]]] = {
-    "iq4": [(0.8, 1.02, 4), (-0.8 * 113 / 127, -1.02 * 113 / 127, 4)],
+    "iq4": [(0.88, 1.06, 4), (-0.88 * 113 / 127, -1.06 * 113 / 127, 4)],
     "int4": [(0.66, 1.1, 12)],
     "int5": [(0.8, 1.1, 7)],
     "int8": [(0.85, 1.0, 5)],
