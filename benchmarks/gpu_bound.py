@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import transformers
-from mtpc.ranks.group import Ranks
 
 from benchmarks import ROOT
 from benchmarks.gpu_model import BEFORE, Case, one_layer
@@ -38,6 +37,7 @@ from mtpc.layout import Layout
 from mtpc.models.load import load_planned
 from mtpc.plan import make_plan
 from mtpc.program.compiler import StepCompiler
+from mtpc.ranks.group import Ranks
 
 PAGE = ROOT / "docs" / "gpu.md"
 BATCH, SPEC_TOKENS, CONTEXT = 8, 3, 4096
