@@ -210,6 +210,7 @@ def test_bits_are_checked_before_the_text_is_read(
     missing = str(tmp_path / "missing")
     for source, scheme, bits, message in (
         (FILES / "llama.gguf", "q5_0", "5", "bits is 5; expected at least the 5.5 of q5_0"),
+        (FILES / "llama.gguf", "iq4_nl", "nan", "bits is nan; expected at least the 4.5 of iq4_nl"),
         (directory, "int4-g32", "4.7", "bits are those of a GGUF file, and "),
     ):
         words = ["quantize", str(source), str(tmp_path / "out.gguf"), "--scheme", scheme]

@@ -68,7 +68,7 @@ class Mixture:
         bits_of = {name: 8 * block.nbytes / block.inputs for name, block in _blocks().items()}
         self._bits_of = {name: each for name, each in bits_of.items() if each >= bits_of[least]}
         self._bits = bits
-        if bits < bits_of[least]:
+        if not bits >= bits_of[least]:  # Nor is NaN.
             raise OptionError(
                 f"bits is {bits:g}; expected at least the {bits_of[least]:g} of {least}"
             )
