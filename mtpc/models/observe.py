@@ -24,7 +24,7 @@ from mtpc.errors import MtpcError, UnsupportedModelError
 from mtpc.layout import BufferSpec
 from mtpc.models.caches import kv_specs, paged_spec_of_latent
 from mtpc.models.mamba2 import MIXERS
-from mtpc.models.recurrent import Recurrence
+from mtpc.models.recurrent import Recurrence, cache_of
 from mtpc.models.rotary import max_positions, with_fixed_angles
 from mtpc.models.seams import CACHE, StandIn, Unreadable, stand_in
 
@@ -138,8 +138,7 @@ class _Mixer(StandIn):
         self.mtpc_keeps = make(module).keeps
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        observer = options["cache" if "cache" in options else "cache_params"]
-        observer.recur(self.layer_idx, self.mtpc_keeps)
+        cache_of(options).recur(self.layer_idx, self.mtpc_keeps)
         return torch.empty_like(hidden_states)
 
 

@@ -62,6 +62,11 @@ class RecurrentKV(PagedKV):
     standing: Tensor
 
 
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """The cache among the arguments of a recurrent layer's forward."""
+    return given["cache" if "cache" in given else "cache_params"]  # since, before 5.24
+
+
 class RecurrentLayer(StandIn):
     """A recurrent layer over flat rows, in place of transformers' module.
 
@@ -88,7 +93,7 @@ class RecurrentLayer(StandIn):
         """Run a recurrence on the layer's state, and update it: an operator of `mtpc.ops` on rows
         [T, ...], weights, the state of the `StepContext` that is in the cache's place among the
         arguments of `forward`, and options, in this order. Returns [T, HV, Dv]."""
-        context = given["cache" if "cache" in given else "cache_params"]  # since, before 5.24
+        context = cache_of(given)
         state: RecurrentState | RecurrentKV = context.layers[self.layer_idx]
         return operator(
             rows,

@@ -111,20 +111,14 @@ def check_step_arguments(server_args: Any) -> None:
 
 def register_algorithm() -> None:
     """Register the algorithms' names with SGLang."""
-    register = SpeculativeAlgorithm.register(
-        NAME,
-        supports_overlap=True,
-        validate_server_args=check_arguments,
-        spec_class=MTPCAlgorithm,
-    )
-    register(_worker)
-    register = SpeculativeAlgorithm.register(
-        STEP_NAME,
-        supports_overlap=True,
-        validate_server_args=check_step_arguments,
-        spec_class=StepAlgorithm,
-    )
-    register(_step_worker)
+    for name, kind, check, worker in (
+        (NAME, MTPCAlgorithm, check_arguments, _worker),
+        (STEP_NAME, StepAlgorithm, check_step_arguments, _step_worker),
+    ):
+        register = SpeculativeAlgorithm.register(
+            name, supports_overlap=True, validate_server_args=check, spec_class=kind
+        )
+        register(worker)
 
 
 def _step_worker(server_args: Any) -> type:

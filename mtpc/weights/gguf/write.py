@@ -107,7 +107,8 @@ def write_rounded(
         CheckpointError: weights are not finite, or the file cannot be written.
     """
     number_of = {block: number for number, block in BLOCKS.items()}
-    rounded = {name: _blocks()[scheme] for name, scheme in schemes.items()}
+    blocks = _blocks()
+    rounded = {name: blocks[scheme] for name, scheme in schemes.items()}
     types, sizes, counts = dict[str, int](), dict[str, int](), Counter[str]()
     for name, stored in file.header.tensors.items():
         block = rounded.get(name, stored.block)
