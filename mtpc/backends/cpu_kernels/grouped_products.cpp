@@ -9,6 +9,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "code_tables.h"
 #include "grouped_scales.h"
 
 namespace mtpc {
@@ -50,6 +51,7 @@ inline Groups add_quads(Groups sums, Groups a, Groups b) {
 /// Eight inputs in 32 bits: the first four in the lower halves of the bytes.
 struct Int4Codes {
   static constexpr int kParts = 2;
+  static constexpr bool kTakesMany = false;
 
   /// Whether sums of kFewSteps are widened before they are added to others.
   static constexpr bool kIsNarrow = kBytesAsPairs;
@@ -78,7 +80,7 @@ struct Int4Codes {
 
 /// Four inputs in 32 bits.
 struct Int8Codes {
-  static constexpr bool kIsNarrow = false;
+  static constexpr bool kIsNarrow = false, kTakesMany = true;
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int kParts = 2;
@@ -107,6 +109,23 @@ struct Int8Codes {
 #endif
 };
 
+#if defined(__AVX512F__)
+/// Eight inputs in 32 bits, which are places in a table.
+struct Iq4Codes {
+  static constexpr int kParts = 2;
+  static constexpr bool kIsNarrow = false, kTakesMany = false;
+
+  template <int kPart>
+  static Groups part(Groups codes) {
+    return look_up(Int4Codes::part<kPart>(codes), kIq4Table);
+  }
+
+  static Groups add(Groups sums, Groups codes, Groups x) { return add_quads(sums, codes, x); }
+};
+#else
+using Iq4Codes = Int8Codes;
+#endif
+
 /// Integer sums of rows' products with kBlock registers of a tile's features.
 template <class Codes, int kRows>
 class GroupProducts {
@@ -123,31 +142,39 @@ class GroupProducts {
         ahead_(tile.ahead ? tile.ahead : tile.codes + Ahead::kCodes),
         ahead_step_(tile.ahead_bits * kGroupBytes / 8) {}
 
-  /// Adds those of `count` steps from `step` on, of the registers from `feature` on, to `sums`.
+  /// Adds those of `count` steps from `step` on, of the registers from `feature` on, to `sums`. A
+  /// constant count divides a block's steps, and the steps before.
   template <class Count>
   __attribute__((always_inline)) void add(
       int64_t step, Count count, int feature, Sums& sums) const {
-    Part part(*this, step, feature);
-    int64_t left = count;
-    for (; left >= kFewSteps; left -= kFewSteps) {
-      part.add_few(std::make_integer_sequence<int, kFewSteps>{}, sums);
+    if constexpr (!std::is_same_v<Count, int64_t>) {
+      Part(*this, step, feature).add_few(std::make_integer_sequence<int, Count::value>{}, sums);
+    } else {
+      for (const int64_t end = step + count; step < end;) {
+        int64_t left = std::min(end - step, kBlockSteps - step % kBlockSteps);
+        Part part(*this, step, feature);
+        step += left;
+        for (; left >= kFewSteps; left -= kFewSteps) {
+          part.add_few(std::make_integer_sequence<int, kFewSteps>{}, sums);
+        }
+        for (; left > 0; --left) part.add_few(std::integer_sequence<int, 0>{}, sums);
+      }
     }
-    for (; left > 0; --left) part.add_few(std::integer_sequence<int, 0>{}, sums);
   }
 
  private:
-  /// Where products have got to, in the rows and the codes.
+  /// Groups of 32 bits of a row's block, and the steps that take them.
+  static constexpr int64_t kBlockGroups = kRowBlock / sizeof(Group);
+  static constexpr int64_t kBlockSteps = kBlockGroups / Codes::kParts;
+
+  /// Where products have got to, in a block of the rows and in the codes.
   class Part {
    public:
     __attribute__((always_inline)) Part(const GroupProducts& all, int64_t step, int feature)
         : codes_(all.codes_ + step * kGroupBytes + feature * sizeof(Group)),
           ahead_(all.ahead_ + step * all.ahead_step_ + feature * sizeof(Group)),
-          ahead_step_(all.ahead_step_) {
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) {
-        rows_[r] = all.x_ + r * all.stride_ + Codes::kParts * step;
-      }
-    }
+          ahead_step_(all.ahead_step_),
+          rows_(all.x_ + step / kBlockSteps * all.stride_ + Codes::kParts * (step % kBlockSteps)) {}
 
     /// Adds the products of so many steps, and goes on behind them.
     template <int... kStep>
@@ -161,8 +188,7 @@ class GroupProducts {
       }
       codes_ += sizeof...(kStep) * kGroupBytes;
       ahead_ += sizeof...(kStep) * ahead_step_;
-#pragma GCC unroll 12
-      for (int r = 0; r < kRows; ++r) rows_[r] += Codes::kParts * sizeof...(kStep);
+      rows_ += Codes::kParts * sizeof...(kStep);
     }
 
    private:
@@ -187,7 +213,7 @@ class GroupProducts {
       for (int i = 0; i < kRegs; ++i) these[i] = Codes::template part<kPart>(codes[i]);
 #pragma GCC unroll 12
       for (int r = 0; r < kRows; ++r) {
-        const Groups x = Groups{} + rows_[r][Codes::kParts * step + kPart];
+        const Groups x = Groups{} + rows_[r * kBlockGroups + Codes::kParts * step + kPart];
 #pragma GCC unroll 12
         for (int i = 0; i < kRegs; ++i) sums[r][i] = Codes::add(sums[r][i], these[i], x);
       }
@@ -203,7 +229,7 @@ class GroupProducts {
 
     const char *codes_, *ahead_;
     int64_t ahead_step_;
-    const Group* rows_[kRows];
+    const Group* rows_;
   };
 
   const Group* x_;
@@ -238,9 +264,13 @@ class TileProduct {
         for (int b = 0; b < kBlocks; ++b) std::memcpy(totals[b][r], out[r] + feature(b), kBytes);
       }
     }
+    // Groups of 16 or 32 inputs are the common ones.
     using Few = std::integral_constant<int64_t, kFewSteps>;
-    if (std::is_same_v<Codes, Int4Codes> && steps_ == Few::value) {
+    using Many = std::integral_constant<int64_t, 2 * kFewSteps>;
+    if (steps_ == Few::value) {
       add_groups(Few{}, totals);
+    } else if (Codes::kTakesMany && steps_ == Many::value) {
+      add_groups(Many{}, totals);
     } else if (steps_ <= kWindow) {
       add_groups(steps_, totals);
     } else {
@@ -357,7 +387,7 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
   const TileScales scales(tile);
   const int64_t groups = tile.form.groups(), steps = tile.form.steps() / groups;
   const float* numbers = reinterpret_cast<const float*>(x.row(row));
-  const int64_t stride = x.stride() / static_cast<int64_t>(sizeof(float));
+  const int64_t stride = x.block() / static_cast<int64_t>(sizeof(float));
   Vec<float> totals[kRows][kTileRegisters]{};
   Groups nan[kTileRegisters]{};
   for (int64_t g = 0; g < groups; ++g) {
@@ -412,16 +442,17 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
 }
 
 template <int... kRows>
-constexpr std::array<MultiplyRows, 3> all_products(std::integer_sequence<int, kRows...>) {
+constexpr std::array<MultiplyRows, 4> all_products(std::integer_sequence<int, kRows...>) {
   constexpr int kMost = kMostGroupedRows;
   return {{{multiply_codes<Int4Codes, std::min(kRows + 1, kMost)>...},
            {multiply_codes<Int8Codes, kRows + 1>...},
-           {multiply_float8<std::min(kRows + 1, kMost)>...}}};
+           {multiply_float8<std::min(kRows + 1, kMost)>...},
+           {multiply_codes<Iq4Codes, std::min(kRows + 1, kMost)>...}}};
 }
 
 }  // namespace
 
-constexpr std::array<MultiplyRows, 3> kMultiplyGrouped =
+constexpr std::array<MultiplyRows, 4> kMultiplyGrouped =
     all_products(std::make_integer_sequence<int, kMostWholeRows>{});
 
 }  // namespace mtpc

@@ -25,7 +25,7 @@ using MultiplyGrouped = void (*)(const GroupedRows&, int64_t, const GroupedWeigh
 using MultiplyRows = std::array<MultiplyGrouped, kMostWholeRows>;
 
 /// By the kind of codes. For more than kMostGroupedRows rows there are products of int8 only.
-extern const std::array<MultiplyRows, 3> kMultiplyGrouped;
+extern const std::array<MultiplyRows, 4> kMultiplyGrouped;
 
 /// How rows share passes over a tile.
 class Passes {
@@ -64,6 +64,16 @@ class Passes {
   int64_t most_;
 };
 
+/// Whether codes that products look up become bytes first, for registers of AMX.
+inline bool unpacks_for_registers([[maybe_unused]] int64_t rows,
+                                  [[maybe_unused]] const GroupForm& form) {
+#if defined(__AMX_TILE__)
+  return form.kind == CodeKind::kIq4 && go_by_registers(rows, form);
+#else
+  return false;
+#endif
+}
+
 /// Rows that are multiplied by a part of a tile before the next part is unpacked.
 inline constexpr int64_t kMostOfPart = 128;
 
@@ -81,7 +91,7 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
       for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
     }
   };
-  if (!tile.is_packed()) {
+  if (!tile.is_packed() && !unpacks_for_registers(rows, tile.form)) {
     alignas(64) float sums[std::max(kMostRows, kMostWholeRows)][kFeatures];
     return go(passes.most(), sums, [&](int64_t row, int64_t count) {
       passes.multiply(x, row, count, tile, registers, sums);

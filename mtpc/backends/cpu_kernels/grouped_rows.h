@@ -13,7 +13,7 @@
 namespace mtpc {
 
 /// How products take codes.
-enum class CodeKind { kInt4, kInt8, kFloat8 };
+enum class CodeKind { kInt4, kInt8, kFloat8, kIq4 };
 
 /// How weights store them; the last two are places in tables.
 enum class StoredCodes { kInt4, kInt5, kInt6, kInt8, kIq4, kE2m1, kFloat8 };
@@ -23,6 +23,9 @@ inline constexpr int64_t kSuper = 256;
 
 /// Bytes of the float64 of a row that come before its scales, where these are float8 times that.
 inline constexpr int64_t kRowBytes = 8;
+
+/// Adjacent bytes of a row that is rounded: a line, and what a register of AMX takes of it.
+inline constexpr int64_t kRowBlock = 64;
 
 /// The zero point of bytes that tables give.
 inline constexpr int kByteZero = 128;
@@ -36,6 +39,9 @@ inline constexpr bool kBytesAsPairs = true;
 inline constexpr bool kBytesAsPairs = false;
 #endif
 
+/// Whether products look codes of kIq4 up themselves. With AVX2 their sums do not fit 16 bits.
+inline constexpr bool kLooksUp = kVectorBytes == 64;
+
 /// Determines how rows are prepared: the kind of codes, the inputs that share a scale, and the zero
 /// point of all groups. Where groups have zero points or minima of their own, `zero` is 1, and the
 /// offsets of rows are multiplied by those.
@@ -47,7 +53,9 @@ struct GroupForm {
   int64_t groups() const { return inputs / group; }
 
   /// Groups of 32 bits of each feature.
-  int64_t steps() const { return inputs / (kind == CodeKind::kInt4 ? 8 : 4); }
+  int64_t steps() const {
+    return inputs / (kind == CodeKind::kInt4 || kind == CodeKind::kIq4 ? 8 : 4);
+  }
 
   /// Bytes that an input takes in a row.
   int64_t input_bytes() const {
@@ -74,7 +82,8 @@ struct GroupedWeight {
 
   /// Whether codes and scales must be made bytes and floats for products; see unpack.h.
   bool is_packed() const {
-    const bool fits = stored == StoredCodes::kInt4 || bits == 8;
+    const bool fits =
+        stored == StoredCodes::kInt4 || bits == 8 || (kLooksUp && stored == StoredCodes::kIq4);
     return !fits || scale_type == ScalarType::Short || scale_bytes() == 1;
   }
 
@@ -118,7 +127,7 @@ inline bool read_codes(ScalarType codes, int64_t steps, int64_t inputs, GroupedW
       is(weight.bits == 5 && is_byte, StoredCodes::kInt5, CodeKind::kInt8, 16) ||
       is(weight.bits == 6 && is_byte, StoredCodes::kInt6, CodeKind::kInt8, 32) ||
       is(weight.bits == 8 && is_byte, StoredCodes::kInt8, CodeKind::kInt8, 128) ||
-      is(weight.bits == 4 && codes == ScalarType::Char, StoredCodes::kIq4, CodeKind::kInt8,
+      is(weight.bits == 4 && codes == ScalarType::Char, StoredCodes::kIq4, CodeKind::kIq4,
          kByteZero) ||
       is(weight.bits == 8 && codes == ScalarType::Float8_e4m3fn, StoredCodes::kFloat8,
          CodeKind::kFloat8, 1);
@@ -191,6 +200,9 @@ inline GroupedWeight grouped_weight(
 
 /// Rows for products with weights of one form: rounded to int8, each group of inputs with a step of
 /// its own; or as floats, for codes of float8.
+///
+/// Rows lie in blocks: `block()` bytes of each row side by side, then the next ones of each. Products
+/// of several rows reach all of them from one place, at distances that the compiler knows.
 class GroupedRows {
  public:
   GroupedRows() = default;
@@ -200,16 +212,23 @@ class GroupedRows {
   void reserve(int64_t rows, const GroupForm& form) {
     form_ = form;
     rows_ = rows;
-    stride_ = spaced(form.inputs * form.input_bytes());
-    bytes_.reserve(rows * stride_);
+    const int64_t row_bytes = form.inputs * form.input_bytes();
+    block_ = is_float() ? spaced(row_bytes) : kRowBlock;
+    bytes_.reserve((row_bytes + block_ - 1) / block_ * stride());
     if (is_float()) return;
     steps_.reserve(rows * form.groups());
     offsets_.reserve(rows * form.groups());
   }
 
-  /// The bytes of row r from a group on: of int8, of pairs of int16, or of floats.
+  /// Bytes of a row that are adjacent: kRowBlock of integers, all of floats.
+  int64_t block() const { return block_; }
+
+  /// Bytes from a block of a row to its next one.
+  int64_t stride() const { return rows_ * block_; }
+
+  /// The block of row r that a group begins.
   const char* row(int64_t r, int64_t group = 0) const {
-    return bytes_.get() + r * stride_ + group * form_.group * form_.input_bytes();
+    return at(r, group * form_.group * form_.input_bytes());
   }
 
   /// The value of an integer 1 in each row's group; those of all rows lie side by side.
@@ -220,7 +239,6 @@ class GroupedRows {
 
   const GroupForm& form() const { return form_; }
   int64_t rows() const { return rows_; }
-  int64_t stride() const { return stride_; }
 
   /// Takes `from`, as many numbers as the form has inputs, as row r. Different rows may be set on
   /// different threads.
@@ -235,21 +253,20 @@ class GroupedRows {
   /// Takes `count` inputs of row r, from `first` on, as `set` takes all; see `takes`.
   template <class T>
   void set_some(int64_t r, int64_t first, int64_t count, const T* from) const {
-    char* to = bytes_.get() + r * stride_ + first * form_.input_bytes();
     if (is_float()) {
-      float* numbers = reinterpret_cast<float*>(to);
+      float* numbers = reinterpret_cast<float*>(at(r, first * form_.input_bytes()));
       std::transform(from, from + count, numbers, [](T x) { return static_cast<float>(x); });
       return;
     }
-    for (int64_t i = 0; i < count; i += form_.group) {
-      const int64_t group = (first + i) / form_.group;
-      round_group(group * rows_ + r, from + i, to + i * form_.input_bytes());
-    }
+    for (int64_t i = 0; i < count; i += form_.group) round_group(r, first + i, from + i);
   }
 
   /// Row r becomes a copy of another's.
   void copy(int64_t r, const GroupedRows& from, int64_t other) const {
-    std::memcpy(bytes_.get() + r * stride_, from.row(other), stride_);
+    const int64_t bytes = form_.inputs * form_.input_bytes();
+    for (int64_t at = 0; at < bytes; at += block_) {
+      std::memcpy(this->at(r, at), from.at(other, at), block_);
+    }
     if (is_float()) return;
     for (int64_t g = 0; g < form_.groups(); ++g) {
       steps_.get()[g * rows_ + r] = from.steps(g)[other];
@@ -265,8 +282,13 @@ class GroupedRows {
 
   bool is_float() const { return form_.kind == CodeKind::kFloat8; }
 
+  char* at(int64_t r, int64_t byte) const {
+    return bytes_.get() + byte / block_ * stride() + r * block_ + byte % block_;
+  }
+
+  /// Rounds the group of row r that begins with input `first`.
   template <class T>
-  void round_group(int64_t at, const T* from, char* to) const {
+  void round_group(int64_t r, int64_t first, const T* from) const {
     const float largest = largest_magnitude(from, form_.group);
     const float inverse = largest < kTiny ? 0 : kLargestCode / largest;
     Mask<float> totals{};
@@ -274,43 +296,55 @@ class GroupedRows {
     for_inlined_steps(form_.group, [&](int64_t i, auto count) __attribute__((always_inline)) {
       const Mask<float> integers = round_to_integers(take(from + i, count) * inverse);
       if (as_pairs) {
-        put_pairs(to + i * static_cast<int64_t>(sizeof(int16_t)), integers, count);
+        put_pairs(r, first + i, integers, count);
       } else {
-        put_bytes(to + i, integers, count);
+        put_bytes(r, first + i, integers, count);
       }
       totals += integers;
     });
+    const int64_t place = first / form_.group * rows_ + r;
     // A group with an infinity is not a number, as one with NaN is.
-    steps_.get()[at] = largest / kLargestCode + (largest - largest);
-    offsets_.get()[at] = -form_.zero *
+    steps_.get()[place] = largest / kLargestCode + (largest - largest);
+    offsets_.get()[place] = -form_.zero *
         reduce_integers(totals, [](Mask<float> a, Mask<float> b) { return a + b; });
   }
 
-  /// The first `count` lanes, none of which needs more than a byte.
+  /// Writes `count` bytes of row r from `byte` on.
+  template <class Bytes, class Count>
+  __attribute__((always_inline)) void put(
+      int64_t r, int64_t byte, const Bytes& bytes, Count count) const {
+    const int64_t here = kRowBlock - byte % kRowBlock;
+    if (here >= count) {
+      std::memcpy(at(r, byte), &bytes, count);
+    } else {
+      std::memcpy(at(r, byte), &bytes, here);
+      std::memcpy(at(r, byte + here), reinterpret_cast<const char*>(&bytes) + here, count - here);
+    }
+  }
+
+  /// The first `count` lanes, none of which needs more than a byte, as inputs from `input` on.
   template <class Count>
-  static void put_bytes(char* to, Mask<float> integers, Count count) {
+  void put_bytes(int64_t r, int64_t input, Mask<float> integers, Count count) const {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const __m128i words = words_of(integers);
-    const __m128i both = _mm_packs_epi16(words, words);
-    std::memcpy(to, &both, count);
+    put(r, input, _mm_packs_epi16(words, words), count);
 #else
     typedef int8_t Bytes __attribute__((vector_size(kStep)));
-    const Bytes bytes = __builtin_convertvector(integers, Bytes);
-    std::memcpy(to, &bytes, count);
+    put(r, input, __builtin_convertvector(integers, Bytes), count);
 #endif
   }
 
   /// The same as int16, of each four the even ones before the odd ones; `count` is a multiple of
   /// four.
   template <class Count>
-  static void put_pairs(char* to, Mask<float> integers, Count count) {
+  void put_pairs([[maybe_unused]] int64_t r, [[maybe_unused]] int64_t input,
+                 [[maybe_unused]] Mask<float> integers, [[maybe_unused]] Count count) const {
 #if defined(__AVX2__) && !defined(__AVX512F__)
     constexpr int kEvenFirst = _MM_SHUFFLE(3, 1, 2, 0);
+    constexpr int64_t kPairBytes = sizeof(int16_t);
     const __m128i pairs =
         _mm_shufflehi_epi16(_mm_shufflelo_epi16(words_of(integers), kEvenFirst), kEvenFirst);
-    std::memcpy(to, &pairs, count * sizeof(int16_t));
-#else
-    static_cast<void>(to), static_cast<void>(integers), static_cast<void>(count);
+    put(r, input * kPairBytes, pairs, count * kPairBytes);
 #endif
   }
 
@@ -322,7 +356,7 @@ class GroupedRows {
 #endif
 
   GroupForm form_{};
-  int64_t rows_ = 0, stride_ = 0;
+  int64_t rows_ = 0, block_ = kRowBlock;
   Buffer<char> bytes_;
   Buffer<float> steps_;      // [groups, rows]
   Buffer<int32_t> offsets_;  // the same

@@ -87,7 +87,7 @@ class RegisterProduct {
   __attribute__((always_inline)) void add_group(int64_t g, Sums* sums) {
     prepare(g + kFew);
     settle_memory();
-    const char* x = x_ + g * kQuads * kQuad;
+    const char* x = row_of(g);
     constexpr int kPair = kBoth ? 0 : kGroup % 2;
     zero_pair<kPair>();
     multiply<kPair>(x, codes_of(g));
@@ -108,13 +108,19 @@ class RegisterProduct {
     for (int64_t step = g * steps; step < (g + 1) * steps; ++step) {
       prepare(step + kFew);
       settle_memory();
-      const char* x = x_ + step * kQuads * kQuad;
+      const char* x = row_of(step);
       multiply<0>(x, codes_of(step));
       if constexpr (kBoth) multiply_others(x);
     }
     store_pair<0>(sums);
     if constexpr (kBoth) store_pair<1>(sums + kTileRows * kFeatures);
     settle_memory();
+  }
+
+  /// The first row's inputs of a step.
+  const char* row_of(int64_t step) const {
+    constexpr int64_t kBytes = kQuads * kQuad, kSteps = kRowBlock / kBytes;
+    return x_ + step / kSteps * stride_ + step % kSteps * kBytes;
   }
 
   /// A step's codes as bytes.
@@ -171,7 +177,7 @@ class RegisterProduct {
   template <int kPair>
   __attribute__((always_inline)) void multiply(const char* x, const Group* weights) const {
     constexpr int64_t kTileBytes = kFeatures * sizeof(Group);
-    _tile_loadd(4, x, stride_);
+    _tile_loadd(4, x, kRowBlock);
     _tile_loadd(6, weights, kTileBytes);
     _tile_loadd(7, weights + kFeatures / 2, kTileBytes);
     if constexpr (kPair == 0) {
@@ -183,7 +189,7 @@ class RegisterProduct {
 
   /// Those of the same weights with the rows after these.
   __attribute__((always_inline)) void multiply_others(const char* x) const {
-    _tile_loadd(5, x + kTileRows * stride_, stride_);
+    _tile_loadd(5, x + kTileRows * kRowBlock, kRowBlock);
     MTPC_ADD_PAIR(2, 3, 5)
   }
 

@@ -1,9 +1,9 @@
 // See unpack.h. A lane is a feature: all that belongs to a feature lies in its 32 bits of each step.
 #include "unpack.h"
 
-#include <array>
 #include <utility>
 
+#include "code_tables.h"
 #include "grouped_scales.h"
 
 namespace mtpc {
@@ -68,36 +68,6 @@ struct Unit<StoredCodes::kInt5> : UnitOfMore<1, 8> {};
 template <>
 struct Unit<StoredCodes::kInt6> : UnitOfMore<2, 4> {};
 
-/// What codes of four bits stand for, plus kByteZero.
-using Table = std::array<uint8_t, 16>;
-
-constexpr Table with_zero(const std::array<int, 16>& values) {
-  Table table{};
-  for (int i = 0; i < 16; ++i) table[i] = static_cast<uint8_t>(values[i] + kByteZero);
-  return table;
-}
-
-/// As in mtpc/weights/grouped.py.
-constexpr Table kIq4 = with_zero(
-    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113});
-constexpr Table kE2m1 = with_zero({0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12});
-
-inline Groups look_up(Groups places, const Table& table) {
-#if defined(__AVX512F__)
-  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table.data()));
-  return (Groups)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), (__m512i)places);
-#elif defined(__AVX2__)
-  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table.data()));
-  return (Groups)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)places);
-#else
-  uint8_t bytes[sizeof(Groups)];
-  std::memcpy(bytes, &places, sizeof(bytes));
-  for (uint8_t& byte : bytes) byte = table[byte];
-  std::memcpy(&places, bytes, sizeof(bytes));
-  return places;
-#endif
-}
-
 template <const Table& kTable>
 struct UnitOfTable {
   static constexpr int kWords = 1, kQuads = 2;
@@ -109,10 +79,10 @@ struct UnitOfTable {
 };
 
 template <>
-struct Unit<StoredCodes::kIq4> : UnitOfTable<kIq4> {};
+struct Unit<StoredCodes::kIq4> : UnitOfTable<kIq4Table> {};
 
 template <>
-struct Unit<StoredCodes::kE2m1> : UnitOfTable<kE2m1> {};
+struct Unit<StoredCodes::kE2m1> : UnitOfTable<kE2m1Table> {};
 
 /// Some inputs' codes as bytes.
 template <StoredCodes kStored>
@@ -252,7 +222,7 @@ GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first) {
   part.codes = codes_;
   part.stored = StoredCodes::kInt8;
   part.bits = 8;
-  if (part.form.kind == CodeKind::kInt4) part.form.kind = CodeKind::kInt8;
+  part.form.kind = CodeKind::kInt8;
   if (tile.zeros) part.zeros = tile.zeros + part.first * kFeatures * tile.zero_bytes();
   if (tile.scale_type == ScalarType::Short) {
     const int64_t block = tile.scale_rows * kSuper / tile.form.inputs * kFeatures * sizeof(Half);
