@@ -361,17 +361,19 @@ def ask_vllm(
         | vllm_host.environment(kept, 1, python)
         | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
     )
+    return [decoded(answer) for answer in answers]
+
+
+def decoded(answer: dict[str, Any]) -> list[Decoded]:
+    """What `vllm_child.py` says of each prompt that it ran by itself."""
     name = "vllm:spec_decode_num_"
     return [
-        [
-            Decoded(
-                tokens,
-                counts.get(f"{name}accepted_tokens_per_pos") or [],
-                counts.get(f"{name}draft_tokens") or 0,
-            )
-            for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
-        ]
-        for answer in answers
+        Decoded(
+            tokens,
+            counts.get(f"{name}accepted_tokens_per_pos") or [],
+            counts.get(f"{name}draft_tokens") or 0,
+        )
+        for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
     ]
 
 
