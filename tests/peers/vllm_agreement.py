@@ -294,7 +294,7 @@ def _as_released(family: str, config: dict[str, Any], changes: dict[str, Any]) -
     return {**config, **ENTRIES.get(family, {})}
 
 
-def _without_torchvision(root: Path) -> Path:
+def without_torchvision(root: Path) -> Path:
     """A torchvision with names only, for the text models that vLLM keeps beside multimodal ones.
 
     Their modules import transformers' image processors, which import these names. The CUDA build
@@ -359,7 +359,7 @@ def ask_vllm(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
         os.environ
         | vllm_host.environment(kept, 1, python)
-        | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
+        | {"PYTHONPATH": str(without_torchvision(kept / "shadow"))},
     )
     return [decoded(answer) for answer in answers]
 

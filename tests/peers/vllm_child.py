@@ -51,11 +51,11 @@ def place_drafts_later() -> None:
 
 
 def counts(llm) -> dict:
-    """What has been drafted and accepted so far, in all engines of this process."""
+    """What has been drafted, accepted and preempted so far, in all engines of this process."""
     return {
         metric.name: getattr(metric, "values", None) or getattr(metric, "value", None)
         for metric in llm.get_metrics()
-        if "spec_decode" in metric.name
+        if "spec_decode" in metric.name or "preemptions" in metric.name
     }
 
 

@@ -25,7 +25,15 @@ from typing import Any
 
 from agreement import PROMPTS, ROOT, Decoded, Work, ask, run_mtpc
 from recorded import keep
-from vllm_agreement import CHANGES, DTYPES, decoded, make_trained, rounding_decides, vllm_options
+from vllm_agreement import (
+    CHANGES,
+    DTYPES,
+    decoded,
+    make_trained,
+    rounding_decides,
+    vllm_options,
+    without_torchvision,
+)
 
 from benchmarks.peers import vllm_host
 
@@ -36,9 +44,11 @@ LATENT = ("deepseek_v3",)
 """For latents vLLM's CPU build turns off the prefix cache and chunks of prompts."""
 LONG = [(7 * i + 3) % 60 for i in range(70)]
 WORK = Work([*PROMPTS, LONG, [*LONG[:66], 1, 2]], new_tokens=24)
-ITERATION, PAGE, BLOCKS = 40, 16, 16
+ITERATION, PAGE, BLOCKS = 40, 16, 11
 """Tokens of an iteration, fewer than the longest prompt; and a pool of fewer blocks than all
 requests together need."""
+TRAINING_STEPS = 20
+"""So few that drafts are accepted in part."""
 WORKER = "mtpc.integrations.vllm.step_worker.StepWorker"
 CHECK = "mtpc.integrations.vllm.step_requests:GreedyRequests"
 
@@ -55,7 +65,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as kept:
         for case in args.cases:
             directory = Path(kept) / case
-            make_trained(case, directory, CHANGES[case])
+            make_trained(case, directory, CHANGES[case], TRAINING_STEPS)
             faults += check(args, case, directory)
     print("\n".join(faults) or "All agree.")
     return 1 if faults else 0
@@ -68,7 +78,9 @@ def check(args: argparse.Namespace, case: str, directory: Path) -> list[str]:
     theirs, found = decoded(plain), decoded(alone)
     backend = "cpu" if dtype == "bfloat16" else "eager"
     ours = run_mtpc(directory, k, WORK, dtype, {}, backend)
-    faults = []
+    faults = check_replays(case, k, found, alone["replays"])
+    if not together["counts"]["vllm:num_preemptions"]:
+        faults.append(f"{case}: vLLM did not preempt: a pool of {BLOCKS} blocks is too large")
     for prompt, step, own, host, batched in zip(
         WORK.prompts, found, ours, theirs, together["tokens"], strict=True
     ):
@@ -81,7 +93,6 @@ def check(args: argparse.Namespace, case: str, directory: Path) -> list[str]:
             faults.append(f"{case}: prompt {prompt}: {step.tokens}, vLLM alone {host.tokens}")
         if batched != step.tokens:
             faults.append(f"{case}: prompt {prompt}: {step.tokens}, in a batch {batched}")
-    faults += check_replays(case, k, found, alone["replays"])
     report(args, case, found, [one.tokens == other.tokens for one, other in zip(found, theirs)])
     print(f"  replays: alone {alone['replays']}, in a batch {together['replays']}", flush=True)
     return faults
@@ -137,8 +148,10 @@ def run_vllm(python: Path, case: str, directory: Path, k: int) -> list[dict[str,
         {"options": batch, **asdict(WORK), "together": True},
     ]
     command = [str(python.absolute()), str(Path(__file__).with_name("vllm_child.py"))]
-    environment = vllm_host.environment(directory.parent / "caches", 2, python.absolute())
-    return ask([*command, json.dumps(jobs)], {**os.environ, **environment, "PYTHONPATH": str(ROOT)})
+    kept = directory.parent / "caches"
+    path = f"{without_torchvision(kept / 'shadow')}:{ROOT}"  # With this checkout.
+    environment = vllm_host.environment(kept, 2, python.absolute()) | {"PYTHONPATH": path}
+    return ask([*command, json.dumps(jobs)], {**os.environ, **environment})
 
 
 if __name__ == "__main__":
