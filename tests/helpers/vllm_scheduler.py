@@ -202,8 +202,8 @@ class Scheduler:
         for req in counts:
             new, spec = tokens[req.name], drafts[req]
             req.computed += scheduled[req.name]
+            assert len(new) <= len(spec) + 1
             if spec and new:
-                assert len(new) <= len(spec) + 1
                 req.computed -= len(spec) + 1 - len(new)
                 self.accepted.append(len(new) - 1)
             req.output += new

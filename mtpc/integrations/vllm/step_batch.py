@@ -66,14 +66,14 @@ class StepBatch:
         prefilled, decoded, chunks = list[Request](), list[Request](), list[Chunk]()
         for name, count in output.num_scheduled_tokens.items():
             request = self.requests[name]
-            scheduled = output.scheduled_spec_decode_tokens.get(name, ())
             request.slot = request.slot or self._free.pop()
             if request.drafts is not None:
+                scheduled = output.scheduled_spec_decode_tokens.get(name, ())
                 self._choose_drafts(request, scheduled)
                 decoded.append(request)
                 continue
-            # A text that lacks one token may come with places for drafts that do not exist.
-            end = request.computed + count - len(scheduled)
+            # Behind a text that lacks one token, vLLM may count drafts that do not exist.
+            end = request.computed + count
             following = request.token_ids[end] if end < len(request.token_ids) else None
             text = request.token_ids[request.computed : end]
             chunks.append(Chunk(request.slot, request.computed, text, following))
