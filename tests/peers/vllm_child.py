@@ -1,4 +1,4 @@
-"""vLLM runs for its neighbours here, under vLLM's interpreter: no module of mtpc's.
+"""vLLM runs for its neighbours here, under vLLM's interpreter. It imports nothing of mtpc's itself.
 
 Reads a job, or a list of them, as JSON from its argument; its last line of output is the answer,
 or the list of answers, as JSON.

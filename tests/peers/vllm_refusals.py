@@ -1,4 +1,4 @@
-"""What the vLLM plugin does when it is not asked for, and what its draft model refuses.
+"""What the vLLM plugin does when it is not asked for, and what draft model and worker refuse.
 
     VENV/bin/python tests/peers/vllm_refusals.py CHECKPOINT DIST
 

@@ -162,12 +162,11 @@ def check_config(config: Any) -> None:
     model, cache, spec = config.model_config, config.cache_config, config.speculative_config
     stored = getattr(model.hf_config, "quantization_config", None)
     is_sized = cache.kv_cache_memory_bytes or cache.num_gpu_blocks_override
-    is_own = spec is not None and spec.draft_model_config.model == model.model
+    is_own = spec and spec.method == "mtp" and spec.draft_model_config.model == model.model
     asked = {
         "no drafts by the checkpoint's MTP layers: set speculative_config to "
         '{"method": "mtp", "num_speculative_tokens": K}': (
             not is_own
-            or spec.method != "mtp"
             or spec.rejection_sample_method != "standard"
             or spec.num_speculative_tokens_per_batch_size
         ),
