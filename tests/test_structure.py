@@ -256,7 +256,7 @@ LINES = {
     "engine": 5640,
     "evaluation": 560,
     "host": 520,
-    "integrations": 5580,
+    "integrations": 6060,
     "layout": 1160,
     "models": 8930,
     "ops": 2530,

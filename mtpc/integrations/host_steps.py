@@ -14,7 +14,11 @@ import torch
 from torch import Tensor
 
 from mtpc.errors import UnsupportedModelError
+from mtpc.host.compile import compile_host
 from mtpc.host.hosted import HostedModel
+
+PREFILL_TOKENS = 2048
+"""Most tokens of a prefill step; a host's chunks may be longer."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,14 @@ class HostSteps:
         results = batch["batch.out_token_ids"], batch["batch.num_emitted"]
         return Emitted(*(tensor[:count].clone() for tensor in results))
 
+    def drafts(self, slots: Tensor) -> Tensor:
+        """Drafts int64 [R, K] that the next step verifies, of requests in `slots` int64 [R]."""
+        return self.state["state.token_ids"][slots, 1:]
+
+    def set_drafts(self, slots: Tensor, drafts: Tensor) -> None:
+        """Let the next step verify other drafts int64 [R, K]; -1 is none, and never accepted."""
+        self.state["state.token_ids"][slots, 1:] = drafts
+
     def _join(self, chunk: Chunk) -> None:
         """Write a request's state rows. The host decides when a request ends."""
         left = self.model.options.max_len - chunk.begin - len(chunk.token_ids)
@@ -164,6 +176,50 @@ def _fill(pending: deque[Chunk], model: HostedModel) -> list[Chunk]:
         taken.append(head)
         room -= len(head.token_ids)
     return taken
+
+
+def compile_steps(
+    directory: str,
+    spec_tokens: int,
+    pages: tuple[int | None, int],
+    context: int,
+    requests: int,
+    placed: tuple[str, torch.dtype],
+) -> HostedModel:
+    """Compile whole steps for a host.
+
+    Args:
+        directory: the checkpoint.
+        spec_tokens: K.
+        pages: number of the host's pages, None if it does not know yet, and their size.
+        context: most tokens of a request.
+        requests: most requests at once.
+        placed: torch's type of the host's device, and dtype of weights and caches.
+
+    Raises:
+        MtpcError: as `mtpc.compile_host`.
+    """
+    device, dtype = placed
+    on_cpu = "cpu" if dtype == torch.bfloat16 else "eager"
+    return compile_host(
+        directory,
+        form="fused",
+        spec_tokens=spec_tokens,
+        num_pages=pages[0],
+        page_size=pages[1],
+        # The last step of a request verifies all K drafts, whatever the context has room for.
+        max_len=context + spec_tokens + 1,
+        prefill_chunk=min(PREFILL_TOKENS, context),
+        batch_buckets=buckets_up_to(requests),
+        dtype=str(dtype).removeprefix("torch."),
+        backend="cuda" if device == "cuda" else on_cpu,
+    )
+
+
+def buckets_up_to(most: int) -> tuple[int, ...]:
+    """Batch sizes to capture: the powers of two below `most`, and `most` itself."""
+    sizes = [1 << i for i in range((most - 1).bit_length())]
+    return (*sizes, most)
 
 
 def check_prefixes(model: HostedModel, shares_prefixes: bool) -> None:

@@ -411,8 +411,9 @@ ONE_GRAPH = """
 mtpc's own engine runs verify, acceptance and all drafts of an iteration as one graph, and `mtpc.compile_host` gives the
 same graph to a host that owns scheduler and KV pool ([embedding.md](embedding.md)). In SGLang 0.5.23 the algorithm
 `MTPC_STEP` runs it ([embedding-sglang.md](embedding-sglang.md#the-whole-iteration-as-one-graph)), for dense models,
-experts and hybrids (`integrations/test_sglang_steps.py`, `peers/sglang_plugin.py --drafts mtpc-step`). In vLLM 0.33 it
-does not run. The seams, by the hosts' sources:
+experts and hybrids (`integrations/test_sglang_steps.py`, `peers/sglang_plugin.py --drafts mtpc-step`). In vLLM 0.32 the
+worker class `StepWorker` does ([embedding-vllm.md](embedding-vllm.md#the-whole-iteration-as-one-graph)), for the same
+kinds of models (`integrations/test_vllm_steps.py`, `peers/vllm_steps.py`). The seams, by the hosts' sources:
 
 | seam | what it can carry | what mtpc does, or what stops it |
 |---|---|---|
@@ -420,7 +421,9 @@ does not run. The seams, by the hosts' sources:
 | SGLang `SGLANG_EXTERNAL_MODEL_PACKAGE` | a class for each model | draft models; and for `MTPC_STEP` an empty target, so that weights exist once. A model is called for one forward, and acceptance lies outside of it: so the worker has the step |
 | SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` (`platforms/interface.py:192-211`) | the same worker; and a runner for the phases `draft_decode` and `draft_extend` | not used. SGLang asks out-of-tree platforms alone (`speculative/spec_info.py:307`): mtpc would have to stand for the device, in place of CUDA or ROCm. There is no phase of verification |
 | vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | a model is called for one forward; acceptance lies outside of it. The V2 runner captures what it calls (`v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py:109`) |
-| vLLM platform, `worker_cls` (`config/parallel.py:306`) | a model runner of our own | the runner owns input batches, KV groups, block tables, sampling and structured output together, and there is no smaller seam between scheduler and runner: replacing it replaces most of vLLM |
+| vLLM `worker_cls` (`config/parallel.py:305`) | a worker of our own (`v1/worker/worker_base.py:44`): `execute_model` gets the scheduler's output, blocks included, and returns tokens (`v1/engine/core.py:668`); `take_draft_token_ids` hands the drafts back (`:694`); `get_kv_cache_spec` says what a block costs | `StepWorker`, without a model runner of vLLM's |
+| vLLM `logits_processors`, `validate_params` (`v1/engine/input_processor.py:177`) | a check of each request where it is admitted | `GreedyRequests`: a worker cannot end one request |
+| vLLM platform plugins (`platforms/interface.py`) | the same worker, as a platform's default | not used: mtpc would have to stand for the device |
 """  # noqa: E501
 
 NEVER_RUN = """

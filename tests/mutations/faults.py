@@ -66,6 +66,7 @@ _FAILURES = "engine/test_failures.py"
 _SGLANG = "integrations/test_sglang_seams.py"
 _SGLANG_V4 = "integrations/test_sglang_v4.py"
 _SGLANG_STEPS = "integrations/test_sglang_steps.py"
+_VLLM_STEPS = "integrations/test_vllm_steps.py"
 _EACH = f"{_FAILURES}::test_each_instruction"
 _EVERY_FILE = "engine/test_offload.py::test_every_file_of_weights_counts"
 _LATE_TURN = "test_theorem.py::test_a_turn_after_decoded_text_when_steps_are_read_late"
@@ -989,6 +990,62 @@ FAULTS = (
         '"a grammar": req.grammar,',
         '"a grammar": None,',
         f"{_SGLANG_STEPS}::test_what_a_request_may_not_ask",
+    ),
+    Fault(
+        "whole steps in vLLM: drafts that its scheduler has not scheduled are verified",
+        "integrations/vllm/step_batch.py",
+        "if wanted != request.drafts:",
+        "if not wanted:",
+        f"{_VLLM_STEPS}::test_drafts_that_vllm_chooses_are_verified",
+    ),
+    Fault(
+        "whole steps in vLLM: a preempted request goes on where its slot's former state ended",
+        "integrations/vllm/step_batch.py",
+        "request.slot, request.drafts = 0, None",
+        "request.slot = 0",
+        f"{_VLLM_STEPS}::test_preempted_requests_come_again[mimo-v1]",
+    ),
+    Fault(
+        "whole steps in vLLM: a resumed request reads the blocks that it had before",
+        "integrations/vllm/step_batch.py",
+        "request.pages.clear()\n",
+        "pass\n",
+        f"{_VLLM_STEPS}::test_preempted_requests_come_again[mimo-v1]",
+    ),
+    Fault(
+        "whole steps in vLLM: a finished request keeps its slot",
+        "integrations/vllm/step_batch.py",
+        "self._leave(self.requests.pop(name))",
+        "self.requests.pop(name)",
+        f"{_VLLM_STEPS}::test_texts_are_those_of_plain_decoding[mimo]",
+    ),
+    Fault(
+        "whole steps in vLLM: logits that are no numbers emit nothing, without a word",
+        "integrations/vllm/step_batch.py",
+        "found[request.slot] = row[:count] or None",
+        "found[request.slot] = row[:count]",
+        f"{_VLLM_STEPS}::test_logits_that_are_no_numbers",
+    ),
+    Fault(
+        "whole steps in vLLM: the pool has as many pages as the steps were first compiled for",
+        "integrations/vllm/step_worker.py",
+        "if kv_cache_config.num_blocks != self._hosted.options.num_pages:",
+        "if not kv_cache_config.num_blocks:",
+        f"{_VLLM_STEPS}::test_the_pool_is_as_large_as_vllm_says",
+    ),
+    Fault(
+        "whole steps in vLLM: recurrent state of a cached beginning is another request's",
+        "integrations/vllm/step_worker.py",
+        "check_prefixes(self._hosted, self.cache_config.enable_prefix_caching)",
+        "check_prefixes(self._hosted, False)",
+        f"{_VLLM_STEPS}::test_what_pages_do_not_carry_is_not_shared",
+    ),
+    Fault(
+        "whole steps in vLLM: a request that asks for sampling gets greedy text",
+        "integrations/vllm/step_requests.py",
+        '"sampling (temperature 0 is served)": params.temperature > 0,',
+        '"sampling (temperature 0 is served)": False,',
+        f"{_VLLM_STEPS}::test_what_a_request_may_not_ask",
     ),
     Fault(
         "a chain takes what a host stores of an expansion for its weight",

@@ -294,7 +294,7 @@ def _as_released(family: str, config: dict[str, Any], changes: dict[str, Any]) -
     return {**config, **ENTRIES.get(family, {})}
 
 
-def _without_torchvision(root: Path) -> Path:
+def without_torchvision(root: Path) -> Path:
     """A torchvision with names only, for the text models that vLLM keeps beside multimodal ones.
 
     Their modules import transformers' image processors, which import these names. The CUDA build
@@ -359,19 +359,21 @@ def ask_vllm(
         [str(python), str(Path(__file__).with_name("vllm_child.py")), json.dumps(jobs)],
         os.environ
         | vllm_host.environment(kept, 1, python)
-        | {"PYTHONPATH": str(_without_torchvision(kept / "shadow"))},
+        | {"PYTHONPATH": str(without_torchvision(kept / "shadow"))},
     )
+    return [decoded(answer) for answer in answers]
+
+
+def decoded(answer: dict[str, Any]) -> list[Decoded]:
+    """What `vllm_child.py` says of each prompt that it ran by itself."""
     name = "vllm:spec_decode_num_"
     return [
-        [
-            Decoded(
-                tokens,
-                counts.get(f"{name}accepted_tokens_per_pos") or [],
-                counts.get(f"{name}draft_tokens") or 0,
-            )
-            for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
-        ]
-        for answer in answers
+        Decoded(
+            tokens,
+            counts.get(f"{name}accepted_tokens_per_pos") or [],
+            counts.get(f"{name}draft_tokens") or 0,
+        )
+        for tokens, counts in zip(answer["tokens"], answer["counts_by_prompt"], strict=True)
     ]
 
 

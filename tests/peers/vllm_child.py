@@ -1,4 +1,4 @@
-"""vLLM runs for its neighbours here, under vLLM's interpreter: no module of mtpc's.
+"""vLLM runs for its neighbours here, under vLLM's interpreter. It imports nothing of mtpc's itself.
 
 Reads a job, or a list of them, as JSON from its argument; its last line of output is the answer,
 or the list of answers, as JSON.
@@ -35,6 +35,7 @@ def run(job: dict) -> dict:
     answer = {"tokens": tokens, "draft_class": llm.collective_rpc(draft_class)[0]}
     answer["counts"] = minus(counts(llm), before)
     answer["counts_by_prompt"] = [minus(after, last) for last, after in pairwise(counted)]
+    answer["replays"] = llm.collective_rpc(replays)[0]
     return answer
 
 
@@ -50,11 +51,11 @@ def place_drafts_later() -> None:
 
 
 def counts(llm) -> dict:
-    """What has been drafted and accepted so far, in all engines of this process."""
+    """What has been drafted, accepted and preempted so far, in all engines of this process."""
     return {
         metric.name: getattr(metric, "values", None) or getattr(metric, "value", None)
         for metric in llm.get_metrics()
-        if "spec_decode" in metric.name
+        if "spec_decode" in metric.name or "preemptions" in metric.name
     }
 
 
@@ -73,6 +74,15 @@ def draft_class(worker) -> str | None:
     """The class of the draft model that a worker runs."""
     model = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
     return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def replays(worker) -> dict[str, int] | None:
+    """How often a worker of mtpc's ran each of its steps; None for vLLM's own worker."""
+    steps = getattr(worker, "steps", None)
+    if steps is None:
+        return None
+    assert worker.model_runner is None  # No forward is vLLM's.
+    return {f"{key}: {part}": count for (key, part), count in steps.program.replays.items()}
 
 
 def main(jobs: dict | list) -> None:

@@ -1,4 +1,4 @@
-"""What the vLLM plugin does when it is not asked for, and what its draft model refuses.
+"""What the vLLM plugin does when it is not asked for, and what draft model and worker refuse.
 
     VENV/bin/python tests/peers/vllm_refusals.py CHECKPOINT DIST
 
@@ -28,6 +28,7 @@ def main(directory: str, dist: str) -> None:
     check_switch(dist)
     sys.path.insert(0, dist)
     check_refusals(directory)
+    check_steps(directory)
     print("all as it should be")
 
 
@@ -73,6 +74,48 @@ def check_refusals(directory: str) -> None:
             raise AssertionError(f"{change} was accepted")
         print(f"{change}: {said}", flush=True)
         assert message in said, said
+
+
+def check_steps(directory: str) -> None:
+    """Options that `StepWorker` does not take, and what vLLM answers to requests then."""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+
+    from mtpc.errors import OptionError
+    from mtpc.integrations.vllm.step_worker import GREEDY, check_config
+
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    usual = dict(model=directory, skip_tokenizer_init=True, speculative_config=drafts)
+    usual |= dict(kv_cache_memory_bytes=1 << 24, logits_processors=[GREEDY])
+    check_config(EngineArgs(**usual).create_engine_config())
+    cases = (
+        ({"speculative_config": None}, "set speculative_config"),
+        ({"logits_processors": None}, "set logits_processors"),
+        ({"tensor_parallel_size": 2}, "several ranks"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
+        ({"enable_lora": True}, "LoRA"),
+        ({"load_format": "dummy"}, "load_format dummy"),
+        ({"max_model_len": -1}, "max_model_len -1"),
+    )
+    for change, message in cases:
+        try:
+            check_config(EngineArgs(**(usual | change)).create_engine_config())
+        except OptionError as error:
+            said = str(error)
+        else:
+            raise AssertionError(f"{change} was accepted")
+        print(f"{change}: {said}", flush=True)
+        assert message in said, said
+    validate_logits_processors_parameters([GREEDY], SamplingParams(temperature=0, max_tokens=4))
+    for asked in ({"temperature": 1.0}, {"temperature": 0, "logprobs": 1}):
+        try:
+            validate_logits_processors_parameters([GREEDY], SamplingParams(**asked))
+        except VLLMValidationError as error:
+            print(f"{asked}: {error}", flush=True)
+        else:
+            raise AssertionError(f"{asked} was accepted")
 
 
 if __name__ == "__main__":

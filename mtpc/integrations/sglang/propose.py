@@ -14,6 +14,7 @@ from mtpc.backends import Backend, make_backend
 from mtpc.environment import cache_directory
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.chain import ChainPlan, DraftChain, HostPools
+from mtpc.integrations.host_steps import buckets_up_to
 from mtpc.integrations.sglang.draft import HostedDraft
 from mtpc.store.entries import EntryStore
 
@@ -142,12 +143,6 @@ def choose_backend(device: torch.device) -> Backend:
         )
     # The cache has kernels that were compiled for this device, and its autotuning results.
     return make_backend(names[device.type], store=EntryStore(cache_directory()))
-
-
-def buckets_up_to(most: int) -> tuple[int, ...]:
-    """Batch sizes to capture: the powers of two below `most`, and `most` itself."""
-    sizes = [1 << i for i in range((most - 1).bit_length())]
-    return (*sizes, most)
 
 
 def host_pools(pool: Any, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -17,16 +17,12 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from torch import Tensor
 
-import mtpc
 from mtpc.errors import UnsupportedModelError
 from mtpc.host.hosted import HostedModel
-from mtpc.integrations.host_steps import Chunk, HostSteps, check_prefixes
+from mtpc.integrations.host_steps import Chunk, HostSteps, check_prefixes, compile_steps
 from mtpc.integrations.sglang.algorithm import STEP_NAME
-from mtpc.integrations.sglang.propose import buckets_up_to, by_pages
+from mtpc.integrations.sglang.propose import by_pages
 from mtpc.integrations.sglang.step_models.targets import HostedTarget
-
-PREFILL_TOKENS = 2048
-"""Most tokens of a prefill step; SGLang's chunks may be longer."""
 
 
 class StepWorker(BaseSpecWorker):
@@ -69,17 +65,13 @@ class StepWorker(BaseSpecWorker):
         pool, page_size = runner.token_to_kv_pool, runner.page_size
         drafts = self.server_args.speculative_num_draft_tokens
         self.page_size = page_size
-        hosted = mtpc.compile_host(
+        hosted = compile_steps(
             self.server_args.model_path,
-            form="fused",
-            spec_tokens=drafts - 1,
-            page_size=page_size,
-            num_pages=pool.size // page_size + 1,
-            max_len=runner.model_config.context_len + drafts,
-            prefill_chunk=min(PREFILL_TOKENS, runner.model_config.context_len),
-            batch_buckets=buckets_up_to(self.req_to_token_pool.size),
-            dtype=str(runner.dtype).removeprefix("torch."),
-            backend=_backend(runner.device, runner.dtype),
+            drafts - 1,
+            (pool.size // page_size + 1, page_size),
+            runner.model_config.context_len,
+            self.req_to_token_pool.size,
+            (runner.device, runner.dtype),
         )
         check_prefixes(hosted, not self.server_args.disable_radix_cache)
         layers = runner.model_config.num_hidden_layers
@@ -213,9 +205,3 @@ def _carried(last: Tensor) -> EagleDraftInput:
         topk_index=last.new_zeros((len(last), 1)),
         bonus_tokens=last.int(),
     )
-
-
-def _backend(device: str, dtype: torch.dtype) -> str:
-    if device == "cuda":
-        return "cuda"
-    return "cpu" if dtype == torch.bfloat16 else "eager"
