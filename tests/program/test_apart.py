@@ -23,7 +23,7 @@ from mtpc.errors import BackendError, CapacityError
 from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
 from mtpc.program import build_road as apart
-from mtpc.program.child_process import build_in_child
+from mtpc.program.child_process import ChildJob, build_in_child
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import RECORD
 from mtpc.store.entries import EntryStore
@@ -71,7 +71,8 @@ def build(
         options = plan_of(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
-        return build_in_child(source, options, graph_keys(options, "fused"), opened, listener, True)
+        job = ChildJob(source.directory.absolute(), options, graph_keys(options, "fused"))
+        return build_in_child(job, opened, listener)
 
     return run
 
