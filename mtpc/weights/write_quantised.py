@@ -16,7 +16,7 @@ from torch import Tensor
 import mtpc
 from mtpc.config import check_scheme, warn_of_cost
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.weights.checkpoint import Checkpoint, check_finite
 from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
@@ -225,8 +225,7 @@ class _Writer:
         for done, name in enumerate(names):
             self.tell(f"quantise {len(names)} tensors", done / len(names))
             tensor = self.checkpoint.read(name)
-            if not is_finite(tensor):
-                refuse_not_finite([name], str(self.checkpoint.directory))
+            check_finite([(name, tensor)], str(self.checkpoint.directory))
             spec = specs.get(name)
             parts = {name: tensor.clone()}
             if spec is not None:

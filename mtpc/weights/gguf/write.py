@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.block_rows import Block
-from mtpc.weights.checkpoint import is_finite, refuse_not_finite
+from mtpc.weights.checkpoint import check_finite
 from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
 from mtpc.weights.gguf.header import MAGIC
@@ -168,8 +168,7 @@ def _rounded(
     tensor: Tensor, moments: Tensor | None, scheme: str, block: Block, what: str
 ) -> Iterator[memoryview]:
     """The blocks of a matrix, or of a stack of them, some rows at a time."""
-    if not is_finite(tensor):
-        refuse_not_finite([what], "weights")
+    check_finite([(what, tensor)], "weights")
     rows = tensor.reshape(-1, tensor.shape[-1])
     spec = SCHEMES[scheme].spec(rows.shape[1], rows.dtype)
     assert spec is not None
