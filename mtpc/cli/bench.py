@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 import mtpc
+from mtpc.cli.arguments import DEFAULT_SPEC_TOKENS
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
 from mtpc.cli.plot import check_plot, draw_plot
@@ -25,7 +26,6 @@ from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import AUTO, OWN
 from mtpc.plan import make_plan
 
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
 TIMES = ("ms_per_step", "tokens_per_s", "host_us")
 NOTES = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mtpc
+from mtpc.cli.arguments import DEFAULT_SPEC_TOKENS
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.cli.run import check_tokenizer, drafts, set_threads
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     Answering = Callable[[AnsweringEngine], Outcome]
 
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 BATCH = (1, 2, 4, 8)
 
 
