@@ -252,7 +252,7 @@ LINES = {
     "backends": 14570,
     "capture": 1240,
     "certificate": 1510,
-    "cli": 4350,
+    "cli": 4360,
     "engine": 5640,
     "evaluation": 560,
     "host": 520,

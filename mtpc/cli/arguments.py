@@ -29,9 +29,9 @@ from mtpc.server.options import ServerOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
+COMPARED_SPEC_TOKENS = (0, 1, 2, 3)
 """The numbers of drafts that `mtpc bench`, `eval` and `plan` compare."""
-_K = ",".join(map(str, DEFAULT_SPEC_TOKENS))
+_K = ",".join(map(str, COMPARED_SPEC_TOKENS))
 ACCEPTANCE_FLOOR = 0.25
 """DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
 model are near 0."""
