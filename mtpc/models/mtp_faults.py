@@ -135,7 +135,7 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
         yield Fault("absent", found, f"{graft}; or set {_COUNT} to {stored} in config.json")
 
 
-def find_draft_faults(directory: Path, draft: Path, dtype: str | None = None) -> list[Fault]:
+def find_draft_faults(directory: Path, draft: Path, dtype: str | None) -> list[Fault]:
     """What is wrong with a drafter in a checkpoint of its own; as `find_faults`.
 
     Raises:

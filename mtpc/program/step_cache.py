@@ -301,7 +301,7 @@ class StepCache(OwnSteps):
         artifact = TapeArtifact(record.package, entry.directory / TAPE)
         return CachedStep(record, artifact, entry, self._plan(record))
 
-    def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
+    def _refuse_if_frozen(self, key: StepKey, part: Part) -> None:
         if self.plan.frozen:
             from mtpc.program.forecast import miss
 

@@ -259,7 +259,7 @@ class Checkpoint(CheckpointFiles):
         return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
 
 
-def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path, draft: Path | str | None) -> Checkpoint:
     """A target's checkpoint, with a drafter's where there is one.
 
     Raises:
