@@ -40,6 +40,7 @@ from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
 from mtpc.program.processes import (
+    GRACE_S,
     WORKER,
     end_children,
     how_it_ended,
@@ -56,8 +57,6 @@ if TYPE_CHECKING:
 
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
-_GRACE_S = 10.0
-"""Seconds that a child has to clean up, once it was told to end."""
 _POLL_S = 0.1
 
 
@@ -138,7 +137,7 @@ def _run_child(
     finally:
         pipe.close()
         try:
-            process.wait(_GRACE_S)
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

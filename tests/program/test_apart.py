@@ -153,7 +153,7 @@ def test_a_caller_that_gives_up_leaves_nothing_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C reaches the caller alone. The other process hears of it before it has built a step."""
-    monkeypatch.setattr("mtpc.program.child_process._GRACE_S", 60)
+    monkeypatch.setattr("mtpc.program.child_process.GRACE_S", 60)
     started: set[int] = set()
 
     def interrupt(progress: Progress) -> None:
