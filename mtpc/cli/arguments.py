@@ -29,11 +29,12 @@ from mtpc.server.options import ServerOptions
 
 DEFAULT_NEW_TOKENS = 128
 BENCH_NEW_TOKENS = 64
+COMPARED_SPEC_TOKENS = (0, 1, 2, 3)
+"""The numbers of drafts that `mtpc bench`, `eval` and `plan` compare."""
+_K = ",".join(map(str, COMPARED_SPEC_TOKENS))
 ACCEPTANCE_FLOOR = 0.25
 """DeepSeek-V3 reports 85 to 90 % for its layer (arXiv:2412.19437, section 5.4.3). Layers of another
 model are near 0."""
-
-
 DEFAULT_LEN = 8192
 """Tokens of a request that `mtpc plan` counts with."""
 DEVICE_NAMES = ("h200", "mi300x")
@@ -176,7 +177,7 @@ def _add_bench(parser: SuggestingParser) -> None:
         text = f"accept drafts whatever they are: {text}. The text is then not the model's"
         add_values(parser, (f"--synthetic-acceptance-{flag}", kind, metavar, text))
     add_values(parser, ("--plot", Path, "FILE", "draw speed and acceptance by K: PNG or SVG"))
-    shown: dict[str, Any] = {"spec_tokens": "0,1,2,3", "batch_buckets": "the number of prompts"}
+    shown: dict[str, Any] = {"spec_tokens": _K, "batch_buckets": "the number of prompts"}
     add_compile_options(parser, several_k=True, ranks=True, **shown)
     add_fields(parser, CompileOptions, "cache_dir")
 
@@ -190,7 +191,7 @@ def _add_eval(parser: SuggestingParser) -> None:
     text = "leave out transformers, which is slow"
     parser.add_argument("--no-transformers", action="store_false", dest="transformers", help=text)
     add_values(parser, ("--out", Path, "FILE", "write rows, texts and scores as JSON"))
-    several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": "0,1,2,3"}
+    several: dict[str, Any] = {"backend": "auto, or several as eager,cpu", "spec_tokens": _K}
     add_compile_options(parser, cache=True, several_k=True, **several)
 
 
@@ -338,7 +339,7 @@ def _add_plan(parser: SuggestingParser) -> None:
         ("--link-bandwidth", size, "RATE", "its bandwidth to others, one way (default: known)"),
         ("--collective-latency", microseconds, "US", "latency of a collective, assumed", 10.0),
         ("--batch", counts(1), "R,R", "requests of a step", "1,64"),
-        ("--spec-tokens", counts(0), "K,K", "drafts per step (default: 0,1,2,3)"),
+        ("--spec-tokens", counts(0), "K,K", f"drafts per step (default: {_K})"),
     )
     add_fields(parser, CompileOptions, *FIELDS, max_len=f"{DEFAULT_LEN}, or the model's most")
     text = "device with published figures (default: %(default)s)"

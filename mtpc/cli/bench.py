@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from statistics import median
 from typing import Any
 
 import mtpc
+from mtpc.cli.arguments import COMPARED_SPEC_TOKENS
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint, chosen_prompts
+from mtpc.cli.opening import Prompt, check_tokenizer, drafts, set_threads
 from mtpc.cli.plot import check_plot, draw_plot
 from mtpc.cli.ranks import follow
-from mtpc.cli.run import Prompt, check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import print_rows, say
 from mtpc.errors import MtpcError, OptionError, RequestError
 from mtpc.layout.display import Tell, stage_listener
@@ -25,7 +27,6 @@ from mtpc.layout.terminal import show_progress
 from mtpc.option_checks import AUTO, OWN
 from mtpc.plan import make_plan
 
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 WARM_UP_TOKENS = 4
 TIMES = ("ms_per_step", "tokens_per_s", "host_us")
 NOTES = (
@@ -86,7 +87,7 @@ def command(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)
     options = {"batch_buckets": (len(prompts),), **given}
-    numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
+    numbers = options.pop("spec_tokens", COMPARED_SPEC_TOKENS)
     drafters = str(options.pop("draft", OWN)).split(",")
     variants = list(_variants(numbers, drafters, args.compare or ()))
     check_tokenizer(checkpoint, prompts)
@@ -138,20 +139,18 @@ def _measure(
 ) -> tuple[dict[Variant, list[Sample]], BaseException | None]:
     """Samples of each variant that has some, and the error that ended the rounds early. Raises
     MtpcError: there was an error, and no sample before it."""
-    samples: dict[Variant, list[Sample]] = {variant: [] for variant in variants}
-    failure: BaseException | None = None
+    samples = defaultdict[Variant, list[Sample]](list)
     try:
         for turn in range(1, repeats + 1):
             for variant in variants:
                 tell(f"round {turn} of {repeats}: {variant}")
-                taken = measure(_options_of(variant, options))
-                samples[variant] += [] if taken is None else [taken]
+                if taken := measure(_options_of(variant, options)):
+                    samples[variant].append(taken)
     except (MtpcError, OSError, KeyboardInterrupt) as error:
-        failure = error
-    samples = {variant: taken for variant, taken in samples.items() if taken}
-    if failure is not None and not samples:
-        raise failure
-    return samples, failure
+        if not samples:
+            raise
+        return samples, error
+    return samples, None
 
 
 def _variants(
@@ -195,8 +194,7 @@ def _check(options: dict[str, Any]) -> None:
     """Check a variant's options now, before the measurements of others take minutes."""
     from mtpc.backends.pipeline import select_passes
 
-    parsed = mtpc.CompileOptions.parse(options)
-    select_passes(make_plan(parsed))
+    select_passes(make_plan(mtpc.CompileOptions.parse(options)))
 
 
 def take(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtpc import CompileOptions
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads
+from mtpc.cli.opening import set_threads
 from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
 from mtpc.layout.display import stage_listener

@@ -15,7 +15,7 @@ from mtpc.backends import PACKAGING
 from mtpc.cli.certificates import check_certificate
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import set_threads
+from mtpc.cli.opening import set_threads
 from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.environment import cache_directory
 from mtpc.errors import CacheError, DamagedEntryError, OptionError
@@ -57,8 +57,7 @@ def command(args: argparse.Namespace) -> int:
     a step that the cache lacks, else 0.
     """
     actions = {"ls": _ls, "inspect": _inspect, "verify": _verify, "why": _why, "prune": _prune}
-    code: int = actions[args.action](args)
-    return code
+    return actions[args.action](args)
 
 
 def _store(args: argparse.Namespace) -> EntryStore:

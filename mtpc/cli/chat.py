@@ -17,7 +17,7 @@ import mtpc
 from mtpc.cli.arguments import sampling_fields
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, compile_model
+from mtpc.cli.opening import check_tokenizer, compile_model
 from mtpc.errors import CapacityError, CheckpointError, RequestError
 from mtpc.layout.terminal import show_progress
 from mtpc.server.options import require_packages

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import BENCH_PROMPTS, chosen_checkpoint
+from mtpc.cli.opening import Prompt, check_tokenizer, set_threads
 from mtpc.cli.parsing import typed
-from mtpc.cli.run import Prompt, check_tokenizer, set_threads
 from mtpc.cli.tables import print_rows, print_table, say
 from mtpc.errors import OptionError
 from mtpc.layout.display import Tell
@@ -201,11 +201,10 @@ def _print(samples: list[Sample], verdict: Verdict, given: Rules) -> None:
         say(f"{fault.kind}: {fault.problem}\n  what to do: {typed(fault.remedy)}")
     if verdict.faults or len(samples) == 1:  # Copies have no wiring.
         return
-    name = "the family's wiring"
     better = (
         f"--wiring {verdict.better} accepts" if verdict.better else "no other rule accepts clearly"
     )
-    say(f"{better} more than {rule_text(given) or name}")
+    say(f"{better} more than {rule_text(given) or 'the wiring of the family'}")
 
 
 def _foreign(highest: float, floor: float, has_drafter: bool) -> Fault:

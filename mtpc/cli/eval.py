@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mtpc
+from mtpc.cli.arguments import COMPARED_SPEC_TOKENS
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import chosen_checkpoint
-from mtpc.cli.run import check_tokenizer, drafts, set_threads
+from mtpc.cli.opening import check_tokenizer, drafts, set_threads
 from mtpc.cli.tables import print_table, say
 from mtpc.errors import MtpcError, OptionError
 from mtpc.layout.display import Tell, stage_listener
@@ -26,20 +27,17 @@ if TYPE_CHECKING:
 
     Answering = Callable[[AnsweringEngine], Outcome]
 
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
-BATCH = (1, 2, 4, 8)
-
 
 def command(args: argparse.Namespace) -> int:
     checkpoint = chosen_checkpoint(args.checkpoint)
     given = compile_options(args)
     options = dict(given)
-    numbers = options.pop("spec_tokens", DEFAULT_SPEC_TOKENS)
+    numbers = options.pop("spec_tokens", COMPARED_SPEC_TOKENS)
     if AUTO in numbers:
         raise OptionError("--spec-tokens is auto; expected numbers, whose texts are compared")
     backends = options.pop("backend", "auto").split(",")
     variants = [
-        {"batch_buckets": BATCH, **options, "backend": backend, "spec_tokens": k}
+        {"batch_buckets": (1, 2, 4, 8), **options, "backend": backend, "spec_tokens": k}
         for backend in backends
         for k in numbers
     ]

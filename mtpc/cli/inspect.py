@@ -35,12 +35,10 @@ def command(args: argparse.Namespace) -> int:
         raise OptionError(f"--svg {args.svg}: there is no directory {args.svg.parent}")
     if args.svg is not None and args.svg.is_dir():
         raise OptionError(f"--svg {args.svg} is a directory; expected a file name")
+    if args.certificate and (args.after or args.before):
+        raise OptionError("--certificate is about the whole step; leave out --after and --before")
     with show_progress(sys.stderr) as tell:
         tell("import torch and transformers")
-        if args.certificate and (args.after or args.before):
-            raise OptionError(
-                "--certificate is about the whole step; leave out --after and --before"
-            )
         graph, layouts, backend, drafter = _build(checkpoint, given, args, tell)
     if args.certificate:
         from mtpc.backends import make_backend

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mtpc import CompileOptions
-from mtpc.cli.arguments import DEFAULT_LEN, FIELDS
+from mtpc.cli.arguments import COMPARED_SPEC_TOKENS, DEFAULT_LEN, FIELDS
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.tables import format_bytes, print_table, say
 from mtpc.errors import OptionError
@@ -16,7 +16,6 @@ from mtpc.models.from_config import announces_drafts, load_shapes
 from mtpc.plan import make_plan
 from mtpc.scale import ALLOWANCE, DEVICES, Device, RankModel
 
-DEFAULT_SPEC_TOKENS = (0, 1, 2, 3)
 _PAPER = (
     "These times are computed, and have not been compared with hardware: bytes over published "
     "bandwidths, and one collective after another, without arithmetic and overlap. docs/scale.md "
@@ -35,7 +34,7 @@ def command(args: argparse.Namespace) -> int:
     asked = {name: value for name, value in compile_options(args).items() if name in FIELDS}
     CompileOptions.parse(asked)
     device = _device(args)
-    numbers = args.spec_tokens or DEFAULT_SPEC_TOKENS
+    numbers = args.spec_tokens or COMPARED_SPEC_TOKENS
     if args.spec_tokens is None and not announces_drafts(args.checkpoint):
         print("note: no drafts, K = 0: the model announces no MTP layers", file=sys.stderr)
         numbers = (0,)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import mtpc
 from mtpc.cli.compile_arguments import compile_options, given_fields
 from mtpc.cli.demo import chosen_checkpoint
+from mtpc.cli.opening import check_tokenizer, compile_model, drafts
 from mtpc.cli.ranks import follow, is_other
-from mtpc.cli.run import check_tokenizer, compile_model, drafts
 from mtpc.environment import api_key
 from mtpc.errors import OptionError
 from mtpc.layout.terminal import show_progress

@@ -9,8 +9,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mtpc.cli.compile_arguments import compile_options
-from mtpc.cli.run import check_tokenizer, set_threads
+from mtpc.cli.opening import check_tokenizer, set_threads
 from mtpc.cli.tables import print_rows, say
+from mtpc.config import DEFAULT_SPEC_TOKENS
 from mtpc.layout.terminal import show_progress
 from mtpc.weights.hub import find_directory
 from mtpc.weights.plain_file import write_output
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from mtpc.tuning.run import Plan, Tuned
 
 DEFAULT_MINUTES = 10.0
-DEFAULT_SPEC_TOKENS = 3
 
 
 def command(args: argparse.Namespace) -> int:

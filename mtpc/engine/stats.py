@@ -181,7 +181,7 @@ class Stats:
         self.prompt_tokens += sum(chunks)
 
     def count_acceptance(
-        self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool = False
+        self, num_drafted: int, num_accepted: int, num_emitted: int, joined: bool
     ) -> None:
         """Record that one request decoded in a step, a prefill step if `joined`: the drafts
         verified and accepted, and the tokens emitted. If a stop cut the output short, only the

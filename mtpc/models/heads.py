@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from mtpc.models.hf import MTPLayer
 
 
-class NormedHead(nn.Module):
-    """Features before a norm [T, H] -> logits [T, V]."""
-
-    def __init__(self, norm: nn.Module, head: nn.Module):
-        super().__init__()
-        self.norm, self.head = norm, head
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.head(self.norm(features))
-
-
 class OwnHead(nn.Module):
     """Features [..., H] -> logits [..., V], by the forward of a causal LM around its decoder.
 
@@ -95,7 +84,7 @@ def target_head(model: Any, wiring: MTPWiring) -> nn.Module:
     own = None if name is None else OwnHead(model, name)
     if own is not None and not (head is not None and _is_head_alone(own, head.weight)):
         head = own
-    return NormedHead(decoder.norm, head) if wiring.first_features == "before" else head
+    return nn.Sequential(decoder.norm, head) if wiring.first_features == "before" else head
 
 
 def head_of(model: Any, layer: MTPLayer) -> nn.Module:
@@ -108,7 +97,7 @@ def draft_head(model: Any, layer: MTPLayer) -> nn.Module:
     """What makes logits of an MTP layer's features."""
     head = head_of(model, layer)
     if layer.wiring.next_features == "before":
-        return NormedHead(final_norm_of(model.get_decoder(), layer), head)
+        return nn.Sequential(final_norm_of(model.get_decoder(), layer), head)
     return head
 
 

@@ -19,7 +19,6 @@ from mtpc.weights.checkpoint import Checkpoint, is_finite, listing, open_checkpo
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES, CheckpointFiles
 from mtpc.weights.paired_checkpoint import PairedCheckpoint
 from mtpc.weights.quantise import stays_plain
-from mtpc.weights.tensor_file import StoredTensor
 
 _COUNT = MTP_COUNT_NAMES[-1]
 
@@ -106,7 +105,7 @@ def find_faults(directory: Path, dtype: str | None = None) -> list[Fault]:
             stem, _, leaf = name.rpartition(".")
             leaves.setdefault(stem, set()).add(leaf)
         bare = [f"{stem}.weight" for stem, found in leaves.items() if found <= {"weight", "bias"}]
-        narrow = [name for name in bare if name in stored and _is_narrow(stored[name])]
+        narrow = [name for name in bare if name in stored and not stored[name].is_wide]
         if not narrow:
             raise error
         kinds = ", ".join(sorted({stored[name].dtype for name in narrow}))
@@ -136,7 +135,7 @@ def _counts(tensors: MTPTensors, graft: str) -> Iterator[Fault]:
         yield Fault("absent", found, f"{graft}; or set {_COUNT} to {stored} in config.json")
 
 
-def find_draft_faults(directory: Path, draft: Path, dtype: str | None = None) -> list[Fault]:
+def find_draft_faults(directory: Path, draft: Path, dtype: str | None) -> list[Fault]:
     """What is wrong with a drafter in a checkpoint of its own; as `find_faults`.
 
     Raises:
@@ -158,7 +157,7 @@ def _values(files: CheckpointFiles, names: list[str], remedy: str) -> Iterator[F
     """Tensors whose values no training leaves behind. Norms and biases may be zero."""
     bad, zero = [], []
     for name in names:
-        if _is_narrow(files.stored[name]):
+        if not files.stored[name].is_wide:
             continue
         tensor = files.read(name)
         if not is_finite(tensor):
@@ -172,11 +171,6 @@ def _values(files: CheckpointFiles, names: list[str], remedy: str) -> Iterator[F
     if zero:
         found = f"{len(zero)} of {len(names)} tensors are all zero: {listing(zero)}"
         yield Fault("all zero", found, f"{remedy}; the fine-tune was saved without loading them")
-
-
-def _is_narrow(header: StoredTensor) -> bool:
-    """Whether a tensor holds integers, or floating-point numbers of 8 bits or fewer."""
-    return not header.is_floating_point or header.dtype.startswith(("F8", "F6", "F4"))
 
 
 def _accidents(tensors: MTPTensors, checkpoint: Checkpoint, graft: str) -> Iterator[Fault]:

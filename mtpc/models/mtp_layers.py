@@ -132,13 +132,11 @@ def share_copies(layers: Iterable[MTPLayer], target: Any) -> None:
     for layer in layers:
         for role, end in theirs.items():
             own = getattr(layer, role)
-            if own is not None and _equal(own.weight, end.weight):
+            if own is None:
+                continue
+            forms = {(each.shape, each.dtype, each.device) for each in (own.weight, end.weight)}
+            if len(forms) == 1 and torch.equal(own.weight, end.weight):
                 own.weight = nn.Parameter(end.weight.detach(), requires_grad=False)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-    return alike and torch.equal(one, other)
 
 
 def build_mtp_layer(

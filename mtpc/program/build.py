@@ -16,12 +16,12 @@ own machine, because it asks the device for its properties.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from mtpc.backends import PACKAGING, make_backend
 from mtpc.backends.base import Backend
@@ -35,7 +35,7 @@ from mtpc.program.compiler import Begins, StepCompiler
 from mtpc.program.forecast import Forecast, seconds_of_nearest
 from mtpc.program.open_cache import open_cache, pin_of
 from mtpc.program.processes import default_jobs
-from mtpc.program.step_cache import CachedStep, OwnSteps, StepCache, Steps
+from mtpc.program.step_cache import CachedStep, OwnSteps, Steps
 from mtpc.store.entries import Entry, EntryStore
 from mtpc.weights.checkpoint import open_checkpoint
 
@@ -48,23 +48,15 @@ if TYPE_CHECKING:
 
 Check = Callable[[StepCompiler], None]
 """Raises MtpcError to refuse a model."""
-_Program: TypeAlias = "tuple[int, Ranks | None]"
-"""K, and the rank whose part of the steps it has."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One step to build: for which K, which step, which part of it, for which rank."""
+    """One step to build: the number of its job, which step, which part of it."""
 
-    spec_tokens: int
+    job: int
     key: StepKey
     part: Part = "step"
-    ranks: Ranks | None = None
-
-    @property
-    def program(self) -> _Program:
-        """The program that it belongs to: K, and the rank."""
-        return self.spec_tokens, self.ranks
 
 
 @dataclass(frozen=True)
@@ -82,15 +74,6 @@ class Job:
     plan: Plan
     cache: OwnSteps
     ranks: Ranks | None = None
-
-    @property
-    def program(self) -> _Program:
-        """As its tasks have it."""
-        return self.plan.spec_tokens, self.ranks
-
-    def tasks(self, graphs: Graphs) -> list[Task]:
-        """A task for each of the graphs."""
-        return [Task(self.plan.spec_tokens, key, part, self.ranks) for key, part in graphs]
 
 
 MakeCompiler = Callable[[Job, Begins], StepCompiler]
@@ -159,58 +142,46 @@ def build(
     """
     start, line = time.perf_counter(), line_reporter(listener)
     sources = [open_checkpoint(directory, plan.drafter) for plan in plans]
-    caches: dict[_Program, StepCache] = {}
-    programs, tasks = list[Job](), list[Task]()
+    store, programs, tasks = EntryStore(plans[0].cache_dir), list[Job](), list[Task]()
     for ranks in parts:
         for plan, source in zip(plans, sources, strict=True):
             cache = open_cache(source, plan, line, ranks)
             if cache is None:
                 raise OptionError("building ahead of time needs the cache; drop use_cache=False")
-            job = Job(source, plan, cache, ranks)
-            caches[job.program] = cache
-            programs.append(job)
-            tasks += job.tasks(graphs or graph_keys(plan, form))
-    there = {t for t in tasks if caches[t.program].find(t.key, t.part)}
-    todo, store = [task for task in tasks if task not in there], caches[tasks[0].program].store
+            tasks += [Task(len(programs), *graph) for graph in graphs or graph_keys(plan, form)]
+            programs.append(Job(source, plan, cache, ranks))
+    there = {task for task in tasks if programs[task.job].cache.find(task.key, task.part)}
+    todo = [task for task in tasks if task not in there]
     if todo:
         store.prepare()
     kernels = build_kernels(store, line)
     count = min(jobs or default_jobs(), len(todo))
     backend = make_backend(PACKAGING, line, store)
     make = FromHeaders(backend, check or (lambda compiler: None))
-    teller = Teller(listener, expected_seconds(programs, todo), count)
+    teller = Teller(listener, programs, todo, count)
     builder = Builder(programs, make, teller)
     if count > 1:
-        builder.prepare(todo[0])
+        # All workers begin with what steps of this program share.
+        builder.compiler(todo[0]).prepare(todo[0].key)
         from mtpc.program.workers import build_beside_workers  # Not above: few builds are here.
 
         build_beside_workers(builder, todo, count - 1, teller)
     else:
         builder.run(iter(todo))
-    return _report(caches, tasks, there, kernels, time.perf_counter() - start)
-
-
-def expected_seconds(jobs: Iterable[Job], todo: Iterable[Task]) -> dict[Task, Mapping[str, float]]:
-    """What each stage of each task took in the nearest entry; {} where none is known."""
-    expected: dict[Task, Mapping[str, float]] = {}
-    for job in jobs:
-        tasks = [t for t in todo if t.program == job.program]
-        seconds = seconds_of_nearest(job.cache, [(task.key, task.part) for task in tasks])
-        expected |= zip(tasks, seconds, strict=True)
-    return expected
+    return _report(store.root, programs, tasks, there, kernels, time.perf_counter() - start)
 
 
 def _report(
-    caches: dict[_Program, StepCache],
-    tasks: list[Task],
+    root: Path,
+    jobs: Sequence[Job],
+    tasks: Sequence[Task],
     there: set[Task],
     kernels: Entry | Path,
     elapsed_s: float,
 ) -> BuildReport:
     """Read the cache again, to report what a warm start will find."""
-    found = {task: caches[task.program].find(task.key, task.part) for task in tasks}
+    found = {task: jobs[task.job].cache.find(task.key, task.part) for task in tasks}
     missing = [task for task, step in found.items() if step is None]
-    root = caches[tasks[0].program].store.root
     if missing or not isinstance(kernels, Entry):
         lacking = [f"{len(missing)} of {len(tasks)} steps"] * bool(missing)
         lacking += ["the kernels"] * (not isinstance(kernels, Entry))
@@ -219,18 +190,14 @@ def _report(
             "or somebody removes entries from it"
         )
     steps = {task: step for task, step in found.items() if step is not None}
-    parts: dict[_Program, dict[tuple[StepKey, Part], CachedStep]] = {
-        program: {} for program in caches
-    }
-    for task, step in steps.items():
-        if task.part == "step":
-            parts[task.program][task.key, task.part] = step
-    pins = {
-        k: pin_of(kernels, *(part for (own, _), part in parts.items() if own == k))
-        for k in sorted({k for k, _ in caches})
-    }
-    built = tuple(Built(step, task in there, task.ranks) for task, step in steps.items())
-    return BuildReport(root, kernels, built, pins, elapsed_s)
+    programs: dict[int, list[dict[tuple[StepKey, Part], CachedStep]]] = defaultdict(list)
+    for number, job in enumerate(jobs):
+        own = {(t.key, t.part): step for t, step in steps.items() if t.job == number}
+        whole = {graph: step for graph, step in own.items() if graph[1] == "step"}
+        programs[job.plan.spec_tokens].append(whole)
+    pins = {k: pin_of(kernels, *programs[k]) for k in sorted(programs)}
+    built = (Built(step, task in there, jobs[task.job].ranks) for task, step in steps.items())
+    return BuildReport(root, kernels, tuple(built), pins, elapsed_s)
 
 
 class Teller:
@@ -238,15 +205,21 @@ class Teller:
 
     Args:
         listener: called with progress.
-        expected: the tasks to build, with the seconds that each stage of each should take.
+        jobs: the programs, in whose caches the nearest entries say how long each stage should take.
+        todo: their steps that are to be built.
         workers: processes that build.
     """
 
     def __init__(
-        self, listener: Listener, expected: Mapping[Task, Mapping[str, float]], workers: int = 1
+        self, listener: Listener, jobs: Sequence[Job], todo: Sequence[Task], workers: int = 1
     ):
         self._listener, self._start = listener, time.perf_counter()
-        self._done, self._todo = 0, frozenset(expected)
+        self._done, self._todo = 0, frozenset(todo)
+        expected: dict[Task, Mapping[str, float]] = {}
+        for number, job in enumerate(jobs):
+            own = [task for task in todo if task.job == number]
+            seconds = seconds_of_nearest(job.cache, [(task.key, task.part) for task in own])
+            expected |= zip(own, seconds, strict=True)
         self._forecast = Forecast(expected, workers)
         self.line: Report = line_reporter(listener)
 
@@ -281,14 +254,9 @@ class Builder:
         tell: a worker, which begins as a copy of this process, puts its own in its place.
     """
 
-    def __init__(self, jobs: Iterable[Job], make: MakeCompiler, tell: Tell):
-        self._jobs = {job.program: job for job in jobs}
-        self._make, self.tell = make, tell
-        self._compilers: dict[_Program, StepCompiler] = {}
-
-    def prepare(self, task: Task) -> None:
-        """Trace the model of a task's program, which all steps of the program share."""
-        self.compiler(task).prepare(task.key)
+    def __init__(self, jobs: Sequence[Job], make: MakeCompiler, tell: Tell):
+        self._jobs, self._make, self.tell = jobs, make, tell
+        self._compilers: dict[int, StepCompiler] = {}
 
     def run(self, tasks: Iterator[Task]) -> None:
         """Build tasks into the cache until there are none left."""
@@ -305,14 +273,13 @@ class Builder:
 
     def compiler(self, task: Task) -> StepCompiler:
         """The compiler of a task's program."""
-        if task.program not in self._compilers:
-            begins = partial(self._begins, task.program)
-            self._compilers[task.program] = self._make(self._jobs[task.program], begins)
-        return self._compilers[task.program]
+        if task.job not in self._compilers:
+            begins = partial(self._begins, task.job)
+            self._compilers[task.job] = self._make(self._jobs[task.job], begins)
+        return self._compilers[task.job]
 
-    def _begins(self, program: _Program, stage: str, key: StepKey | None, part: Part) -> None:
-        k, ranks = program
-        self.tell(stage, None if key is None else Task(k, key, part, ranks))
+    def _begins(self, job: int, stage: str, key: StepKey | None, part: Part) -> None:
+        self.tell(stage, None if key is None else Task(job, key, part))
 
 
 @dataclass
@@ -343,9 +310,9 @@ def build_here(
     job: Job, graphs: Graphs, make: MakeCompiler, listener: Listener
 ) -> tuple[Steps, StepCompiler]:
     """Every step of one program in order, from the cache or built; and their compiler."""
-    tasks = job.tasks(graphs)
+    tasks = [Task(0, *graph) for graph in graphs]
     lacking = [task for task in tasks if job.cache.lacks(task.key, task.part)]
-    builder = Builder((job,), make, Teller(listener, expected_seconds((job,), lacking)))
+    builder = Builder((job,), make, Teller(listener, (job,), lacking))
     steps = {(task.key, task.part): builder.obtain(task) for task in tasks}
     return steps, builder.compiler(tasks[0])
 

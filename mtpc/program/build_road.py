@@ -98,12 +98,12 @@ def built_in_child(road: Road[T], cache: StepCache | None) -> Prepared | None:
     """Build what the cache lacks in another process; None if the checkpoint is small."""
     if cache is None or not isinstance(road.source, Checkpoint) or road.source.nbytes < LARGE:
         return None
-    from mtpc.program.child_process import build_in_child  # Small ones are built here.
+    from mtpc.program.child_process import ChildJob, build_in_child  # Small ones are built here.
 
-    listener, owns, rank = road.listener, road.wanted.owns_buffers, road.ranks
-    to_build = (road.source, road.plan, road.graphs, cache)
-    is_built = build_in_child(*to_build, listener, owns, rank and rank.place)
-    return road.look_up(cache) if is_built else None
+    directory, owns = road.source.directory.absolute(), road.wanted.owns_buffers
+    ranks = None if road.ranks is None else road.ranks.place
+    job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks)
+    return road.look_up(cache) if build_in_child(job, cache, road.listener) else None
 
 
 def build(road: Road[T], cache: StepCache | None, backend: Backend) -> Prepared:

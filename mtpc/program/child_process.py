@@ -22,8 +22,8 @@ import threading
 import time
 from _thread import interrupt_main
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -40,8 +40,8 @@ from mtpc.layout import Graphs
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.plan import Plan
 from mtpc.program.processes import (
+    GRACE_S,
     WORKER,
-    Copy,
     end_children,
     how_it_ended,
     start_beside,
@@ -57,29 +57,37 @@ if TYPE_CHECKING:
 
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
-_GRACE_S = 10.0
-"""Seconds that a child has to clean up, once it was told to end."""
+_POLL_S = 0.1
 
 
-def build_in_child(
-    source: Checkpoint,
-    plan: Plan,
-    graphs: Graphs,
-    cache: StepCache,
-    listener: Listener,
-    owns_buffers: bool,
-    ranks: Ranks | None = None,
-) -> bool:
+@dataclass(frozen=True)
+class ChildJob:
+    """What a child builds.
+
+    Attributes:
+        directory: the checkpoint.
+        plan: of the program, for a backend whose steps are packages.
+        graphs: which steps.
+        owns_buffers: whether state takes memory of this process; in the background it is there.
+        in_background: whether the build gives way to the process that serves.
+        ranks: whose part of the steps this is; None: the whole.
+    """
+
+    directory: Path
+    plan: Plan
+    graphs: Graphs
+    owns_buffers: bool = True
+    in_background: bool = False
+    ranks: Ranks | None = None
+
+
+def build_in_child(job: ChildJob, cache: StepCache, listener: Listener) -> bool:
     """Have what the cache lacks built into it.
 
     Args:
-        source: the checkpoint.
-        plan: for a backend whose steps are packages.
-        graphs: which steps.
-        cache: of this checkpoint and plan.
+        job: what is to be there.
+        cache: of its checkpoint and plan.
         listener: called with progress.
-        owns_buffers: whether state takes memory of this process.
-        ranks: whose part of the steps this is; None: the whole.
 
     Returns:
         Whether the cache has all of it now. It does not if the cache cannot be written, or if the
@@ -92,69 +100,52 @@ def build_in_child(
     """
     if not sys.executable:
         return False
-    if all(cache.find(key, part) for key, part in graphs):
+    if all(cache.find(key, part) for key, part in job.graphs):
         return False  # The cache has all, and yet only transformers can read the weights.
     try:
         cache.store.prepare()
         build_kernels(cache.store, line_reporter(listener))
     except (CacheWriteError, BackendError):
         return False
-    job = (source.directory.absolute(), plan, graphs, owns_buffers, False, ranks)
-    with building_child(*job) as (process, pipe):
-        for event in _events(pipe):
-            if isinstance(event, MtpcError):
-                raise event
-            listener(event)
-        status = process.wait()
-    if status != 0:
-        raise BackendError(
-            f"the process that compiled {source.directory} ended with "
-            f"{how_it_ended(status)}; what it had finished is in the cache"
-        )
+    _run_child(job, listener)
     return True
 
 
-def _events(pipe: Connection) -> Iterator[Progress | MtpcError]:
-    """What a child reports, until it closes its end of the pipe: it is done, or dead."""
-    try:
-        while True:
-            yield pipe.recv()
-    except (EOFError, OSError):
-        return
+def _run_child(
+    job: ChildJob, listener: Listener, is_closed: Callable[[], bool] = lambda: False
+) -> None:
+    """Have a process do a job, until it is done or the caller has closed it. No process is left.
 
-
-@contextmanager
-def building_child(
-    directory: Path,
-    plan: Plan,
-    graphs: Graphs,
-    owns_buffers: bool = True,
-    in_background: bool = False,
-    ranks: Ranks | None = None,
-) -> Iterator[tuple[subprocess.Popen[bytes] | Copy, Connection]]:
-    """A process that builds graphs, and the pipe from it; it ends where the block does.
-
-    Args:
-        directory: the checkpoint.
-        plan: of the program.
-        graphs: which steps.
-        owns_buffers: whether state takes memory of this process; in the background it is there.
-        in_background: whether the build gives way to the process that serves.
-        ranks: whose part of the steps this is; None: the whole.
+    Raises:
+        MtpcError: the process ended with it, or died.
     """
     process, pipe = start_beside(__name__)
     try:
         with suppress(OSError):  # It has died already; its status says how.
-            job = (directory, plan, graphs, owns_buffers, in_background, ranks)
-            pipe.send((torch.get_num_threads(), *job))
-        yield process, pipe
+            pipe.send((torch.get_num_threads(), job))
+        while not is_closed():
+            if not pipe.poll(_POLL_S):
+                continue
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):  # It is done, or dead.
+                process.wait()
+                break
+            if isinstance(event, MtpcError):
+                raise event
+            listener(event)
     finally:
         pipe.close()
         try:
-            process.wait(_GRACE_S)
+            process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    if process.returncode and not is_closed():
+        raise BackendError(
+            f"the process that compiled {job.directory} ended with "
+            f"{how_it_ended(process.returncode)}; what it had finished is in the cache"
+        )
 
 
 def serve(handle: int) -> None:
@@ -169,20 +160,24 @@ def serve(handle: int) -> None:
 
 
 def _do_job(pipe: Connection) -> None:
-    threads, directory, plan, graphs, owns_buffers, in_background, ranks = pipe.recv()
+    job: ChildJob
+    threads, job = pipe.recv()
     torch.set_num_threads(threads)
-    if in_background:
+    jobs, check = None, None
+    if job.in_background:
         os.nice(BACKGROUND_NICE)
-    jobs = 1 if in_background else None
+        jobs = 1
     caller = _Caller(pipe)
     try:
         # Imported here, before the copy that makes the tokenizer, which needs transformers, too.
         from mtpc.program.build import build
         from mtpc.program.memory_plan import check_model
 
-        with keeping_tokenizer(plan.cache_dir, directory, jobs):
-            check = None if in_background else partial(check_model, owns_buffers=owns_buffers)
-            build(directory, (plan,), "fused", jobs, pipe.send, check, graphs, (ranks,))
+        if not job.in_background:
+            check = partial(check_model, owns_buffers=job.owns_buffers)
+        with keeping_tokenizer(job.plan.cache_dir, job.directory, jobs):
+            plans, parts = (job.plan,), (job.ranks,)
+            build(job.directory, plans, "fused", jobs, pipe.send, check, job.graphs, parts)
     except MtpcError as error:
         caller.is_waiting = False
         pipe.send(error)
@@ -211,9 +206,6 @@ class _Caller(threading.Thread):
             if self.is_waiting:
                 end_children()
                 interrupt_main()
-
-
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -251,7 +243,7 @@ class Background:
 
     def __init__(self, rest: Rest, program: Program, listener: Listener):
         self._rest, self._program, self._report = rest, program, line_reporter(listener)
-        self._closed, self._ready = threading.Event(), list(program.tiers)
+        self._closed, self._ready, self._done = threading.Event(), list(program.tiers), 0
         self._missing = {k: list(g) for k, g in groupby(rest.graphs, lambda g: g[0].spec_tokens)}
         self._thread = threading.Thread(target=self._run, name="mtpc-background", daemon=True)
         self._say("builds the others in the background")
@@ -280,39 +272,25 @@ class Background:
             self._say(what)
 
     def _build(self) -> None:
-        rest = self._rest
-        graphs = [graph for graphs in self._missing.values() for graph in graphs]
-        directory = rest.source.directory.absolute()
-        free = free_bytes()
+        rest, free = self._rest, free_bytes()
         if free is not None and free < WORKER:  # Or the system might kill a process for the memory.
             raise CapacityError(
                 f"{free / 2**30:.1f} GiB of memory are free, and a building process takes some "
                 f"{WORKER / 2**30:.1f}: free memory and start again, or build ahead with "
                 "`mtpc build`"
             )
-        with building_child(directory, rest.plan, graphs, in_background=True) as (process, pipe):
-            done = 0
-            while not self._closed.is_set():
-                if not pipe.poll(_POLL_S):
-                    continue
-                try:
-                    event = pipe.recv()
-                except (EOFError, OSError):
-                    break
-                if isinstance(event, MtpcError):
-                    raise event
-                if event.done > done:
-                    done = event.done
-                    left = "" if event.left_s is None else f", about {event.left_s:.0f} s to go"
-                    self._say(f"{done} of {len(graphs)} more steps are built{left}")
-                    self._take_finished()
-        if self._closed.is_set():
-            return
-        if process.returncode:
-            raise BackendError(
-                f"the building process ended with {how_it_ended(process.returncode)}"
-            )
+        graphs = [graph for graphs in self._missing.values() for graph in graphs]
+        job = ChildJob(rest.source.directory.absolute(), rest.plan, graphs, in_background=True)
+        _run_child(job, self._hear, self._closed.is_set)
         self._take_finished()
+
+    def _hear(self, progress: Progress) -> None:
+        if progress.done > self._done:
+            self._done = progress.done
+            left_s = progress.left_s
+            left = "" if left_s is None else f", about {left_s:.0f} s to go"
+            self._say(f"{progress.done} of {progress.total} more steps are built{left}")
+            self._take_finished()
 
     def _take_finished(self) -> None:
         """Bind the missing steps of each K if all are in the cache, up to the first K's that are

@@ -321,17 +321,16 @@ class StepCompiler:
             self.pattern, self._traces = None, None
             return self.rewrite(self.trace(graph.key), until, seen)
 
-    def rewritten(self, key: StepKey) -> StepGraph:
-        """One step after all passes; that of `rewrite_all`, once, where there is one."""
-        if key in self._kept:
-            return self._kept.pop(key)
-        return self._rewritten(key)
-
     @torch.no_grad()
-    def _rewritten(
+    def rewritten(
         self, key: StepKey, part: Part = "step", write: _Write = lambda index, name, graph: None
     ) -> StepGraph:
-        """Trace a step and run all passes; `write` gets the graph as traced, and after each."""
+        """One step after all passes; that of `rewrite_all`, once, where there is one.
+
+        Otherwise `write` gets the graph as traced, and after each pass. `part` is what it is for.
+        """
+        if key in self._kept:
+            return self._kept.pop(key)
         self._begins("trace", key, part)
         with self._timer("trace"):
             graph = self.trace(key)
@@ -417,12 +416,12 @@ class StepCompiler:
                 texts[graph_file(index, name)] = text
 
         if part == "step":
-            graph = self._kept.pop(key, None) or self._rewritten(key, part, write)
+            graph = self.rewritten(key, part, write)
         else:
             if self._split is None or self._split[0] != key:
                 from mtpc.capture.split import split_step  # Not above: hosts split steps.
 
-                whole = self._rewritten(key, part, write)
+                whole = self.rewritten(key, part, write)
                 with self._timer("split"):
                     self._split = key, split_step(whole), texts
             _, split, earlier = self._split

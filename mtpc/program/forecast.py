@@ -32,9 +32,9 @@ class Forecast:
         workers: processes that build at the same time.
     """
 
-    def __init__(self, expected: Mapping[Any, Mapping[str, float]] | None = None, workers: int = 1):
+    def __init__(self, expected: Mapping[Any, Mapping[str, float]], workers: int = 1):
         known = dict[Any, list[float]]()
-        for graph, stages in (expected or {}).items():  # From a file, which may hold anything.
+        for graph, stages in expected.items():  # From a file, which may hold anything.
             found = (stages.get(stage, 0.0) for stage in STAGES)
             known[graph] = [float(s) if 0 <= s < _LONGEST_S else 0.0 for s in found]
         self._left = known if all(sum(seconds) for seconds in known.values()) else {}

@@ -75,7 +75,7 @@ def drafter_of(asked: CompileOptions) -> Path | None:
     return Path(other) if other not in ("", OWN) and asked.spec_tokens != 0 else None
 
 
-def facts_of(source: Any, backend: str, must_draft: bool = False) -> Facts:
+def facts_of(source: Any, backend: str, must_draft: bool) -> Facts:
     """What is known of a checkpoint or a model object before its code is imported.
 
     Args:

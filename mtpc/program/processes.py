@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 WORKER = 2**30
 """Bytes that a building process takes. It reads no weights: its libraries and graphs are 470 MiB
 for a dense model of 36 layers, and 800 MiB for DeepSeek-V3 of 61."""
+GRACE_S = 10.0
+"""Seconds that a building process has to clean up, once it was told to end."""
 _PR_SET_PDEATHSIG = 1
 """Linux's prctl option: the signal that a process receives when its parent ends."""
 

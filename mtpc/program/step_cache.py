@@ -170,6 +170,10 @@ class OwnSteps:
         self.plan = plan
         self.notes: Counter[str] = Counter()
 
+    def find(self, key: StepKey, part: Part = "step") -> CachedStep | None:
+        """The step, if it is kept."""
+        return None
+
     def lacks(self, key: StepKey, part: Part = "step") -> bool:
         """Whether a step is still to be built."""
         return True
@@ -297,7 +301,7 @@ class StepCache(OwnSteps):
         artifact = TapeArtifact(record.package, entry.directory / TAPE)
         return CachedStep(record, artifact, entry, self._plan(record))
 
-    def _refuse_if_frozen(self, key: StepKey, part: Part = "step") -> None:
+    def _refuse_if_frozen(self, key: StepKey, part: Part) -> None:
         if self.plan.frozen:
             from mtpc.program.forecast import miss
 

@@ -25,6 +25,7 @@ import torch
 from mtpc import errors
 from mtpc.errors import BackendError, CheckpointError, MtpcError
 from mtpc.program.processes import (
+    GRACE_S,
     default_jobs,
     end_with_parent,
     ended_by_sigterm,
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from mtpc.program.build import Builder, Task, Teller
 
 _POLL_S = 0.2
-_GRACE_S = 10.0
-"""Seconds that a worker has to clean up, once it was told to end."""
 
 
 class Tell(Protocol):
@@ -190,7 +189,7 @@ def _end_all(processes: Sequence[BaseProcess]) -> None:
     for process in processes:
         process.terminate()
     for process in processes:
-        process.join(_GRACE_S)
+        process.join(GRACE_S)
         if process.is_alive():
             process.kill()
             process.join()

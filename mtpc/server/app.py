@@ -237,7 +237,7 @@ class Endpoints:
 
 
 def make_app(
-    service: Service, connections: Connections | None, lifespan: Lifespan[Starlette] | None = None
+    service: Service, connections: Connections | None, lifespan: Lifespan[Starlette]
 ) -> Gate:
     """Make the ASGI application. `lifespan` is entered before the first request. Open connections
     are told when a request begins and ends; they are None if another program listens."""

@@ -89,8 +89,8 @@ def make_job(
     matchers: Sequence[Matcher],
     engine: AsyncEngine,
     max_tokens: int | None,
-    chat: Conversation | None = None,
-    images: PromptImages | None = None,
+    chat: Conversation | None,
+    images: PromptImages | None,
 ) -> Job:
     """Make a job, and check that the engine can serve each of its choices.
 

@@ -16,7 +16,7 @@ class Advance(nn.Module):
             Otherwise they keep their values, and a later step with more drafts verifies these.
     """
 
-    def __init__(self, marks_unused: bool = False):
+    def __init__(self, marks_unused: bool):
         super().__init__()
         self.marks_unused = marks_unused
 

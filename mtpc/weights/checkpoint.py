@@ -83,7 +83,7 @@ class Checkpoint(CheckpointFiles):
         says = any(part.get("quantization_config") for part in (self.text_config, self.config))
         # Nothing looks like codes or their scales, so that no format need be asked.
         if not says and all(
-            each.is_floating_point and not each.is_narrow and "scale" not in name.rpartition(".")[2]
+            each.is_wide and "scale" not in name.rpartition(".")[2]
             for name, each in self.tensors.items()
         ):
             return {}, []
@@ -259,7 +259,7 @@ class Checkpoint(CheckpointFiles):
         return tuple(dict.fromkeys((*own, *tokenizer_ends(self.directory))))
 
 
-def open_checkpoint(directory: Path, draft: Path | str | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path, draft: Path | str | None) -> Checkpoint:
     """A target's checkpoint, with a drafter's where there is one.
 
     Raises:

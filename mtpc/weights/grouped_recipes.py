@@ -34,7 +34,6 @@ from mtpc.weights.packing import (
     PackedWeight,
     Packer,
     Piece,
-    allocate,
     count_tiles,
     packed_shape,
 )
@@ -154,7 +153,7 @@ class GroupedRows:
 
 
 def allocate_piece(
-    piece: Piece, spec: GroupSpec, shape: Sequence[int], allocate: Allocate = allocate
+    piece: Piece, spec: GroupSpec, shape: Sequence[int], allocate: Allocate
 ) -> Tensor:
     """Uninitialised memory for one of the tensors of a packed weight of this shape [..., N, K]."""
     *stack, features, inputs = shape

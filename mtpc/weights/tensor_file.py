@@ -91,6 +91,11 @@ class StoredTensor:
         return self.dtype.startswith(("F8_", "F6_", "F4"))
 
     @property
+    def is_wide(self) -> bool:
+        """Whether it holds floating-point numbers of 16 bits or more."""
+        return self.is_floating_point and not self.is_narrow
+
+    @property
     def dtype_name(self) -> str:
         """torch's name of the dtype, or safetensors' if torch has none."""
         return str(DTYPES.get(self.dtype, self.dtype)).removeprefix("torch.")

@@ -16,7 +16,7 @@ from torch import Tensor
 import mtpc
 from mtpc.config import check_scheme, warn_of_cost
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.weights.checkpoint import Checkpoint, is_finite, refuse_not_finite
+from mtpc.weights.checkpoint import Checkpoint, check_finite
 from mtpc.weights.formats.stored import pack_words
 from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.json_file import CONFIG
@@ -145,7 +145,13 @@ class _Writer:
             CheckpointError: it has several parts, or no weight that the scheme fits.
         """
         from mtpc.weights.gguf.file import GgufFile  # Not above: few checkpoints need it.
-        from mtpc.weights.gguf.write import Mixture, in_file_order, names_of, write_rounded
+        from mtpc.weights.gguf.write import (
+            bits_from,
+            in_file_order,
+            mixed_schemes,
+            names_of,
+            write_rounded,
+        )
 
         (file, *more) = self.checkpoint.files
         if more:
@@ -154,7 +160,7 @@ class _Writer:
                 "one file: join them by llama-gguf-split --merge"
             )
         assert isinstance(file, GgufFile)
-        mixture = None if bits is None else Mixture(self.scheme, bits)
+        bits_of = {} if bits is None else bits_from(self.scheme, bits)
         names, plain = dict[str, str](), list[str]()
         for source, name in names_of(file).items():
             stored = file.header.tensors[source]
@@ -174,8 +180,8 @@ class _Writer:
             for source, name in names.items()
         }
         schemes = dict.fromkeys(matrices, self.scheme)
-        if mixture is not None:
-            schemes = mixture.choose(file, matrices, self.tell)
+        if bits is not None:
+            schemes = mixed_schemes(file, matrices, bits_of, bits, self.tell)
         after = write_rounded(file, out, matrices, schemes, self.tell)
         return Written(Counter(schemes.values()), tuple(plain), self._bytes_before, after)
 
@@ -225,8 +231,7 @@ class _Writer:
         for done, name in enumerate(names):
             self.tell(f"quantise {len(names)} tensors", done / len(names))
             tensor = self.checkpoint.read(name)
-            if not is_finite(tensor):
-                refuse_not_finite([name], str(self.checkpoint.directory))
+            check_finite([(name, tensor)], str(self.checkpoint.directory))
             spec = specs.get(name)
             parts = {name: tensor.clone()}
             if spec is not None:

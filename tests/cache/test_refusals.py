@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,11 +13,12 @@ from typing import Any, cast
 import pytest
 from helpers.compiled import CpuBuilt
 from helpers.families import CPU_OPTIONS
+from helpers.plans import plan_of
 from helpers.warm_starts import BATCH, DECODE, damage
 
 import mtpc
 from mtpc.errors import CacheError, CacheWriteError, OptionError
-from mtpc.program.build import Task, _report
+from mtpc.program.build import Job, Task, _report
 from mtpc.program.step_cache import StepCache
 from mtpc.store.entries import SUMS, EntryStore
 
@@ -132,9 +134,10 @@ def test_a_step_needs_no_temporary_directory(
 def test_a_build_without_kernels_in_the_cache(tmp_path: Path) -> None:
     """The error says what the cache lacks: here nothing but the kernels."""
     found = SimpleNamespace(find=lambda key, part: object(), store=EntryStore(tmp_path))
-    tasks = [Task(3, DECODE, "step", None)]
+    jobs = [Job(None, plan_of(), cast("StepCache", found))]
+    report = partial(_report, tmp_path, jobs, [Task(0, DECODE)], set(), tmp_path, 0.0)
     with pytest.raises(CacheWriteError, match=r"^the kernels are built but not in the cache"):
-        _report({tasks[0].program: cast("StepCache", found)}, tasks, set(), tmp_path, 0.0)
+        report()
     found.find = lambda key, part: None
     with pytest.raises(CacheWriteError, match=r"^1 of 1 steps and the kernels are built"):
-        _report({tasks[0].program: cast("StepCache", found)}, tasks, set(), tmp_path, 0.0)
+        report()

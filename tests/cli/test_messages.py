@@ -23,7 +23,7 @@ from mtpc.cli.arguments import parse
 from mtpc.cli.compile_arguments import compile_options
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.cli.main import main
-from mtpc.cli.run import check_tokenizer
+from mtpc.cli.opening import check_tokenizer
 from mtpc.config import CompileOptions
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.load import load

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.cli.main import main
-from mtpc.cli.run import SMALL_BYTES, set_threads
+from mtpc.cli.opening import SMALL_BYTES, set_threads
 from mtpc.errors import CheckpointError
 from mtpc.weights.checkpoint_files import CheckpointFiles
 

@@ -23,7 +23,7 @@ from mtpc.errors import BackendError, CapacityError
 from mtpc.layout import graph_keys
 from mtpc.layout.progress import Progress
 from mtpc.program import build_road as apart
-from mtpc.program.child_process import build_in_child
+from mtpc.program.child_process import ChildJob, build_in_child
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import RECORD
 from mtpc.store.entries import EntryStore
@@ -71,7 +71,8 @@ def build(
         options = plan_of(**{**OPTIONS, "cache_dir": cache, **changes})
         opened = open_cache(source, options, print)
         assert opened is not None
-        return build_in_child(source, options, graph_keys(options, "fused"), opened, listener, True)
+        job = ChildJob(source.directory.absolute(), options, graph_keys(options, "fused"))
+        return build_in_child(job, opened, listener)
 
     return run
 
@@ -152,7 +153,7 @@ def test_a_caller_that_gives_up_leaves_nothing_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C reaches the caller alone. The other process hears of it before it has built a step."""
-    monkeypatch.setattr("mtpc.program.child_process._GRACE_S", 60)
+    monkeypatch.setattr("mtpc.program.child_process.GRACE_S", 60)
     started: set[int] = set()
 
     def interrupt(progress: Progress) -> None:

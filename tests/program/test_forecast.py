@@ -59,7 +59,7 @@ def test_workers_share_the_time() -> None:
 
 @pytest.mark.parametrize(
     "expected",
-    [None, {}, {ONE: SECONDS, TWO: {}}, {ONE: {"trace": float("nan"), "lower": float("inf")}}],
+    [{}, {ONE: SECONDS, TWO: {}}, {ONE: {"trace": float("nan"), "lower": float("inf")}}],
 )
 def test_nothing_is_said_where_a_step_has_no_record(expected: object) -> None:
     known = Forecast(expected)

@@ -81,8 +81,6 @@ class HostedDraft(nn.Module):
         prefix: unused; names come from the checkpoint.
 
     Attributes:
-        own: the layer's own embedding and head, by role, if they differ from the target's. The
-            draft keeps them where SGLang shares the target's.
         target: the target's architecture, by which mtpc finds the family.
         has_window_alone: whether the layer attends to a window in a pool of its own kind, whatever
             the target's layers attend to.
@@ -123,7 +121,6 @@ class HostedDraft(nn.Module):
         self.draft.embedding = VocabParallelEmbedding(text.vocab_size, text.hidden_size)
         self.lm_head = ParallelLMHead(text.vocab_size, text.hidden_size)
         self.logits_processor = LogitsProcessor(config)
-        self.own: dict[str, Any] = {}
 
     @classmethod
     def target_architecture(cls, config: Any) -> str:
@@ -182,9 +179,8 @@ class HostedDraft(nn.Module):
         """
         names = self.draft.load_weights(weights)
         ends = {"embedding": self.draft.embedding, "head": self.lm_head}
-        self.own = {role: ends[role] for role in self.draft.own}
-        for role, module in self.own.items():
-            module.weight_loader(module.weight, self.draft.own[role])
+        for role, weight in self.draft.own.items():
+            ends[role].weight_loader(ends[role].weight, weight)
         return names
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
@@ -192,14 +188,14 @@ class HostedDraft(nn.Module):
         return self.draft.embedding.weight, self.lm_head.weight
 
     def set_embed_and_head(self, embed: Tensor, head: Tensor) -> None:
-        """Use the target's weights, [V, H] each, but for those that are the layer's `own`."""
+        """Use the target's weights, [V, H] each, but for those that the layer has of its own."""
         self.set_embed(embed)
-        if "head" not in self.own:
+        if "head" not in self.draft.own:
             del self.lm_head.weight
             self.lm_head.weight = head
 
     def set_embed(self, embed: Tensor) -> None:
-        """Use the target's embedding [V, H], unless the layer has its `own`; the head stays."""
-        if "embedding" not in self.own:
+        """Use the target's embedding [V, H], unless the layer has its own; the head stays."""
+        if "embedding" not in self.draft.own:
             del self.draft.embedding.weight
             self.draft.embedding.weight = embed

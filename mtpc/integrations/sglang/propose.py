@@ -164,23 +164,28 @@ def host_pools(pool: Any, dtype: torch.dtype) -> dict[str, Tensor]:
             f"the draft's KV pool is {type(pool).__name__} of {pool.dtype}; expected a plain "
             f"MHATokenToKVPool or MLATokenToKVPool of {dtype}, the weights' dtype: use NEXTN"
         )
-    if type(pool) is MLATokenToKVPool:
-        rows = pool.get_key_buffer(0)
-        return {"latent": by_pages(rows.flatten(1), pool.page_size)}
-    rows = {"k": pool.get_key_buffer(0), "v": pool.get_value_buffer(0)}
-    return {role: by_pages(tensor, pool.page_size) for role, tensor in rows.items()}
+    roles = ("latent",) if type(pool) is MLATokenToKVPool else ("k", "v")
+    return {role: by_pages(pool, 0, role) for role in roles}
 
 
-def by_pages(rows: Tensor, page_size: int) -> Tensor:
-    """View [slots, ...] as [pages, page size, ...], without the slots after the last whole page.
+def by_pages(pool: Any, layer: int, role: str) -> Tensor:
+    """A layer's rows in SGLang's pool as [pages, page size, ...], without what is after the last
+    whole page.
+
+    Args:
+        pool: SGLang's pool.
+        layer: the layer's number there.
+        role: "k", "v" or "latent", of which all heads have one.
 
     Raises:
         UnsupportedModelError: the slots are not rows of a contiguous tensor.
     """
+    rows = (pool.get_value_buffer if role == "v" else pool.get_key_buffer)(layer)
+    rows = rows.flatten(1) if role == "latent" else rows
     if not rows.is_contiguous() or rows.dim() not in (2, 3):
         raise UnsupportedModelError(
             f"the draft's KV pool has the shape {tuple(rows.shape)}, strides {rows.stride()}; "
             "expected one contiguous row per slot: choose another attention backend or page size"
         )
-    pages = rows.shape[0] // page_size
-    return rows[: pages * page_size].view(pages, page_size, *rows.shape[1:])
+    pages = rows.shape[0] // pool.page_size
+    return rows[: pages * pool.page_size].view(pages, pool.page_size, *rows.shape[1:])

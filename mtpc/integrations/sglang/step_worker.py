@@ -154,11 +154,8 @@ def host_pools(hosted: HostedModel, pool: Any, num_layers: int) -> dict[str, Ten
     found = {}
     for name, buffer in hosted.buffers.items():
         layer, _, role = name.removeprefix("kv.").partition(".")
-        if not buffer.is_paged or int(layer) >= num_layers:
-            continue
-        read = pool.get_value_buffer if role == "v" else pool.get_key_buffer
-        rows = read(int(layer))
-        found[name] = by_pages(rows.flatten(1) if role == "latent" else rows, pool.page_size)
+        if buffer.is_paged and int(layer) < num_layers:
+            found[name] = by_pages(pool, int(layer), role)
     return found
 
 

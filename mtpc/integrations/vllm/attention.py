@@ -8,6 +8,7 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.attention_site import AttentionSite, expand_latent
+from mtpc.integrations.vllm.rules import OWN_DRAFT
 
 
 def make_attention(site: AttentionSite, vllm_config: VllmConfig, prefix: str) -> nn.Module:
@@ -27,7 +28,7 @@ def make_attention(site: AttentionSite, vllm_config: VllmConfig, prefix: str) ->
         what = "sinks" if site.sinks is not None else "keys that are its values"
         raise UnsupportedModelError(
             f"{prefix}: the draft has attention with {what}, which mtpc does not support in vLLM; "
-            "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+            f"{OWN_DRAFT}"
         )
     if site.kind == "latent" and vllm_config.model_config.use_mla:
         return LatentAttention(site, vllm_config, prefix)
@@ -58,8 +59,7 @@ class FullAttention(nn.Module):
         if window != site.sliding_window:
             raise UnsupportedModelError(
                 f"{prefix}: vLLM gives the layer a window of {window}; the model has one of "
-                f"{site.sliding_window} (0 is none): leave mtpc out of VLLM_PLUGINS to run vLLM's "
-                "own draft class"
+                f"{site.sliding_window} (0 is none): {OWN_DRAFT}"
             )
 
     def forward(self, q: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from mtpc.integrations.draft import DraftOptions, TracedDraft
 from mtpc.integrations.draft_config import draft_config
 from mtpc.integrations.vllm.attention import make_attention
 from mtpc.integrations.vllm.layers import VllmLayers
-from mtpc.integrations.vllm.rules import HOST_RULES
+from mtpc.integrations.vllm.rules import HOST_RULES, OWN_DRAFT
 
 RULES = ("host", "model")
 """Values of `additional_config={"mtpc": {"draft_rules": ...}}`: "host" drafts as vLLM's class does,
@@ -169,8 +169,7 @@ def refuse_unsupported(vllm_config: VllmConfig) -> None:
     found = [name for name, is_on in features.items() if is_on]
     if found:
         raise UnsupportedModelError(
-            f"mtpc's draft model cannot serve {', '.join(found)}; leave mtpc out "
-            "of VLLM_PLUGINS to run vLLM's own draft class"
+            f"mtpc's draft model cannot serve {', '.join(found)}; {OWN_DRAFT}"
         )
 
 

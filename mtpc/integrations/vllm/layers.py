@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from mtpc.errors import UnsupportedModelError
 from mtpc.integrations.layer_sites import ExpertsSite, LinearSite
 from mtpc.integrations.parallel_layers import ParallelLayers
+from mtpc.integrations.vllm.rules import OWN_DRAFT
 
 
 class VllmLayers(ParallelLayers):
@@ -30,7 +31,7 @@ class VllmLayers(ParallelLayers):
     """
 
     host = "vLLM"
-    instead = "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+    instead = OWN_DRAFT
 
     def __init__(self, vllm_config: VllmConfig, quantises_joint: bool):
         ranks: int = get_tensor_model_parallel_world_size()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+OWN_DRAFT = "leave mtpc out of VLLM_PLUGINS to run vLLM's own draft class"
+
 
 @dataclass(frozen=True)
 class HostRules:
@@ -20,7 +22,7 @@ class HostRules:
             next draft step.
         returns_pair: whether vLLM's proposer expects a pair from `forward`: the head's input, and
             the hidden state for the next draft step.
-        quantises_joint: see `VllmLayers`.
+        quantises_joint: see `ParallelLayers`.
     """
 
     architecture: str

@@ -26,7 +26,7 @@ from mtpc.layout.buffers import K_MAX, P, S
 from mtpc.models.caches import CachePool, paged_kv_specs, paged_spec, slot_spec
 from mtpc.models.families.qwen3_next import SEPARATE, gated_delta_specs, num_mtp_layers
 from mtpc.models.family import ModelFamily, MTPWiring, layers_after
-from mtpc.models.heads import NormedHead, head_of
+from mtpc.models.heads import head_of
 from mtpc.models.hf import HFDraft, MTPLayer, StepParts, TextRotary
 from mtpc.models.qwen4_exp_layers import (
     BlockAttention,
@@ -97,11 +97,11 @@ def _draft(decoder: Any, rotary: TextRotary, layer: MTPLayer, pool: CachePool) -
 
 def _target_head(model: Any, wiring: MTPWiring) -> nn.Module:
     mixer = model.get_decoder().hyper_connection_mixer
-    return NormedHead(mixer, model.get_output_embeddings())
+    return nn.Sequential(mixer, model.get_output_embeddings())
 
 
 def _draft_head(model: Any, layer: MTPLayer) -> nn.Module:
-    return NormedHead(layer.stream_head, head_of(model, layer))
+    return nn.Sequential(layer.stream_head, head_of(model, layer))
 
 
 QWEN4_EXP = ModelFamily(

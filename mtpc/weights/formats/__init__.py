@@ -82,7 +82,7 @@ def find_quantised(
                 f"{name} belongs to no quantised weight of this checkpoint; expected the codes of "
                 f"a weight beside it; {ADVICE}"
             )
-        if leaf in ("weight", "bias") and (stored.is_narrow or not stored.is_floating_point):
+        if leaf in ("weight", "bias") and not stored.is_wide:
             raise CheckpointError(
                 f"{stored.path}: {name} is {stored}; expected floating-point weights of at least "
                 f"16 bits, or quantised weights that config.json announces; {ADVICE}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.weights.block_rows import Block
-from mtpc.weights.checkpoint import is_finite, refuse_not_finite
+from mtpc.weights.checkpoint import check_finite
 from mtpc.weights.gguf.blocks import BLOCKS
 from mtpc.weights.gguf.file import GgufFile, GgufTensor
 from mtpc.weights.gguf.header import MAGIC
@@ -53,38 +53,32 @@ def _blocks() -> dict[str, Block]:
     return {name: of[scheme.block] for name, scheme in SCHEMES.items() if scheme.block}
 
 
-class Mixture:
-    """Schemes of different bits for the matrices of a file.
-
-    Args:
-        least: the scheme of fewest bits that a matrix may get.
-        bits: of a weight, on average.
+def bits_from(least: str, bits: float) -> dict[str, float]:
+    """The bits of a weight in each scheme that a matrix may get if `least` has the fewest.
 
     Raises:
-        OptionError: the least scheme has more bits.
+        OptionError: a weight cannot have so few `bits` on average.
     """
+    bits_of = {name: 8 * block.nbytes / block.inputs for name, block in _blocks().items()}
+    if not bits >= bits_of[least]:  # Nor is NaN.
+        raise OptionError(f"bits is {bits:g}; expected at least the {bits_of[least]:g} of {least}")
+    return {name: each for name, each in bits_of.items() if each >= bits_of[least]}
 
-    def __init__(self, least: str, bits: float):
-        bits_of = {name: 8 * block.nbytes / block.inputs for name, block in _blocks().items()}
-        self._bits_of = {name: each for name, each in bits_of.items() if each >= bits_of[least]}
-        self._bits = bits
-        if not bits >= bits_of[least]:  # Nor is NaN.
-            raise OptionError(
-                f"bits is {bits:g}; expected at least the {bits_of[least]:g} of {least}"
-            )
 
-    def choose(
-        self, file: GgufFile, matrices: Sensitivities, tell: Callable[[str, float], None]
-    ) -> dict[str, str]:
-        """The scheme of each matrix of a file of plain numbers."""
-        losses, sizes = dict[str, Mapping[str, float]](), dict[str, int]()
-        for done, (name, known) in enumerate(matrices.items()):
-            tell(f"choose bits of {len(matrices)} tensors", done / len(matrices))
-            sizes[name] = prod(file.header.tensors[name].shape)
-            losses[name] = {}
-            if known is not None:
-                losses[name] = expected_losses(file.plain(name), self._bits_of, known)
-        return choose_schemes(losses, sizes, self._bits_of, self._bits)
+def mixed_schemes(
+    file: GgufFile,
+    matrices: Sensitivities,
+    bits_of: Mapping[str, float],
+    bits: float,
+    tell: Callable[[str, float], None],
+) -> dict[str, str]:
+    """The scheme of each matrix of a file of plain numbers; see `choose_schemes`."""
+    losses, sizes = dict[str, Mapping[str, float]](), dict[str, int]()
+    for done, (name, known) in enumerate(matrices.items()):
+        tell(f"choose bits of {len(matrices)} tensors", done / len(matrices))
+        sizes[name] = prod(file.header.tensors[name].shape)
+        losses[name] = {} if known is None else expected_losses(file.plain(name), bits_of, known)
+    return choose_schemes(losses, sizes, bits_of, bits)
 
 
 def write_rounded(
@@ -168,8 +162,7 @@ def _rounded(
     tensor: Tensor, moments: Tensor | None, scheme: str, block: Block, what: str
 ) -> Iterator[memoryview]:
     """The blocks of a matrix, or of a stack of them, some rows at a time."""
-    if not is_finite(tensor):
-        refuse_not_finite([what], "weights")
+    check_finite([(what, tensor)], "weights")
     rows = tensor.reshape(-1, tensor.shape[-1])
     spec = SCHEMES[scheme].spec(rows.shape[1], rows.dtype)
     assert spec is not None
