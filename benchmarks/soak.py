@@ -12,28 +12,24 @@ slot is not free, or if a text changed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Record, Table, new_record, write_results
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.rounds import Tell
+from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
 
-MIB = 2**20
 OPTIONS: dict[str, Any] = {"spec_tokens": 2, "batch_buckets": (8,), "max_len": 128, "page_size": 8,
            "prefill_chunk": 32, "num_pages": 65, "sampling": True, "dtype": "float64"}  # fmt: skip
 """64 pages of 8 tokens, into which eight requests of up to 128 tokens do not fit. float64, because
@@ -248,74 +244,75 @@ def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
     return found
 
 
-COLUMNS = ("tokens", "seconds", "MiB", "objects", "pages", "slots", "finished", "aborted",
-           "preemptions", "texts compared", "texts changed")  # fmt: skip
-NOTES = (
-    "The engine is empty at each interval's end; counts are since the start. Each tenth of the "
-    "intervals is shown.",
-    "MiB: resident memory. objects: Python objects that the collector knows.",
-    "pages, slots: what is held without a request.",
-    "texts: requests that are repeated; a changed text is a fault.",
-)
 SHOWN = 10
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    intervals = [Interval(**row) for row in record["rows"]]
-    cells = [
-        [
-            *(f"{i.tokens}", f"{i.seconds:.0f}", f"{i.rss_mib:.1f}", f"{i.objects}"),
-            *(f"{i.pages_used}", f"{i.slots_used}", f"{i.finished}", f"{i.aborted}"),
-            *(f"{i.preemptions}", f"{i.texts_compared}", f"{i.texts_changed}"),
-        ]
-        for i in intervals[:: max(len(intervals) // SHOWN, 1)]
-    ]
-    return Table("Soak", COLUMNS, cells, NOTES)
+def _rows(record: Record) -> list[Row]:
+    rows: list[Row] = record["rows"]
+    return rows[:: max(len(rows) // SHOWN, 1)]
+
+
+FORM = TableForm(
+    "Soak",
+    (
+        *fields("tokens, seconds:.0f"),
+        Column("MiB", "rss_mib", ".1f", "resident memory."),
+        Column("objects", "objects", "", "Python objects that the collector knows."),
+        *fields(
+            "pages=pages_used, slots=slots_used, finished, aborted, preemptions, "
+            "texts compared=texts_compared"
+        ),
+        Column("texts changed", "texts_changed", "", "of requests that are repeated: a fault."),
+    ),
+    (
+        "The engine is empty at each interval's end; counts are since the start. Each tenth of the "
+        "intervals is shown.",
+        "pages, slots: what is held without a request.",
+    ),
+    _rows,
+)
 
 
 def bounds_of(arguments: Mapping[str, Any]) -> Bounds:
-    """The bounds of a command line, or of a record, which may lack them."""
+    """The bounds of a command line."""
     return Bounds(**{n: arguments[n] for n in Bounds.__dataclass_fields__ if n in arguments})
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
-    args = _parse(argv)
-    torch.set_num_threads(args.threads)
-    tell, bounds = command.teller(), bounds_of(vars(args))
+def measure(run: Run) -> Iterator[list[Row]]:
+    """An interval a row."""
+    args = run.args
     checkpoint = args.checkpoint or demo_checkpoint()
+    run.facts["model"] = checkpoint.absolute().name
     model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
-    tell("compiled")
-    traffic = Traffic(model, args.seed)
-    records = soak(traffic, args.tokens, args.intervals, tell, args.seconds or float("inf"))
-    rows = [asdict(interval) for interval in records]
-    record = new_record("soak", args, {"model": checkpoint.absolute().name, "rows": rows})
-    write_results(args, record, table(record))
-    last, found = records[-1], faults(records, bounds)
-    print(f"{last.tokens} tokens, {last.finished} requests finished, {last.aborted} aborted, "
-          f"{last.preemptions} preemptions, {last.reused_tokens} tokens reused, "
-          f"{last.texts_compared} texts compared, {last.seconds:.0f} s")  # fmt: skip
+    run.tell("compiled")
+    traffic, limit = Traffic(model, args.seed), args.seconds or float("inf")
+    records = soak(traffic, args.tokens, args.intervals, run.tell, limit)
+    found = faults(records, bounds_of(vars(args)))
     for fault in found:
-        print(f"fault: {fault}")
-    return 1 if found else 0
+        run.tell(f"fault: {fault}")
+    run.failed = bool(found)
+    yield [asdict(record) for record in records]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("soak", __doc__, *command.RESULTS)
-    add, bounds = parser.add_argument, Bounds()
-    add("checkpoint", nargs="?", type=Path, help="default: the demo model")
-    add("--tokens", type=positive, default=1_000_000, metavar="N")
-    add("--seconds", type=float, metavar="S", help="stop after these")
-    add("--intervals", type=positive, default=100, metavar="N")
-    add("--backend", default="cpu", help="mtpc's backend")
-    add("--threads", type=positive, default=1, metavar="N", help="torch's threads")
-    add("--warm-up", type=float, default=bounds.warm_up, metavar="SHARE")
-    add("--max-growth-mib", type=float, default=bounds.max_growth_mib, metavar="MIB")
-    add("--max-objects", type=int, default=bounds.max_objects, metavar="N")
-    add("--seed", type=int, default=0)
-    return parser.parse_args(argv)
-
+_BOUNDS = Bounds()
+BENCHMARK = Benchmark(
+    "soak",
+    __doc__,
+    measure,
+    FORM.of,
+    command.RESULTS,
+    dict(backend="cpu", threads=1, seed=0),
+    {
+        "checkpoint": dict(nargs="?", type=Path, help="default: the demo model"),
+        "--tokens": command.NUMBER | dict(default=1_000_000),
+        "--seconds": dict(type=float, metavar="S", help="stop after these"),
+        "--intervals": command.NUMBER | dict(default=100),
+        "--warm-up": dict(type=float, default=_BOUNDS.warm_up, metavar="SHARE"),
+        "--max-growth-mib": dict(type=float, default=_BOUNDS.max_growth_mib, metavar="MIB"),
+        "--max-objects": dict(type=int, default=_BOUNDS.max_objects, metavar="N"),
+    },
+)
+main, table = BENCHMARK.main, BENCHMARK.to_table
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,7 +16,8 @@ import transformers
 
 from benchmarks.harness.machine import BUFFER_BYTES
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.sampling import Plan, Tell
+from benchmarks.harness.rounds import Tell
+from benchmarks.harness.sampling import Plan
 from benchmarks.peers.llama_decoder import BENCH
 from mtpc.config import KV_CACHE_DTYPES, SCHEMES
 
@@ -53,12 +54,15 @@ def begin(args: argparse.Namespace) -> Tell:
     """Set torch's threads, silence transformers, and return a function that reports progress."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if args.threads:
+    if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
     return teller()
 
 
-_SEVERAL: dict[str, Any] = dict(type=positive, metavar="N")
+NUMBER: dict[str, Any] = dict(type=positive, metavar="N")
+"""How an option takes a positive number; `NUMBERS`: several."""
+NUMBERS: dict[str, Any] = NUMBER | dict(nargs="+")
+_SEVERAL = NUMBER
 _SHARED: dict[str, dict[str, Any]] = {
     "--shape": dict(choices=SHAPES, default="0.5b", help="sizes of the model"),
     "--weights": dict(choices=("random", "accepting"), help="which accept no drafts, or all"),
@@ -127,6 +131,8 @@ RESULTS = ("--out", "--csv", "--markdown")
 """Those that `write_results` reads."""
 FILES = ("--workdir", *RESULTS)
 """Those that `working_directory` and `write_results` take."""
+DECODING = (*FILES, *SAMPLING, "--probe-mib")
+"""Those of `rounds.decode_case`, beside `--repeats`."""
 PEERS = ("--vllm-python", "--llama-bench", "--gguf-python")
 """Those that `peer_decoders` needs."""
 

@@ -72,6 +72,18 @@ class Decoder:
         """Continue prompts greedily, by exactly `new_tokens` each."""
         raise NotImplementedError
 
+    def prefill(self, prompts: Prompts) -> Decoded:
+        """First new tokens, one prompt after another; a step is a prompt, tokens are of prompts."""
+        start = time.perf_counter()
+        for prompt in prompts:
+            self.first_token(prompt)
+        seconds = time.perf_counter() - start
+        return Decoded(len(prompts), sum(map(len, prompts)), seconds, None)
+
+    def first_token(self, prompt: list[int]) -> object:
+        """A prompt's first new token; for `prefill`."""
+        raise NotImplementedError
+
     def renew(self) -> bool:
         """Before another round, restart if that is wanted; returns whether it did."""
         return False
@@ -133,6 +145,11 @@ class MtpcDecoder(Decoder):
             acceptance_rate=accepted / drafted if drafted else None,
         )
 
+    def first_token(self, prompt: list[int]) -> None:
+        self.model.engine.add(prompt, 1)
+        while self.model.engine.has_work:
+            self.model.engine.step()
+
 
 class TransformersDecoder(Decoder):
     """transformers' `generate`, with `use_mtp=True` where it drafts (one token: one MTP layer).
@@ -151,15 +168,9 @@ class TransformersDecoder(Decoder):
         self.largest_batch = 1 if spec_tokens else None  # transformers drafts for one request.
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        clock, ids = _StepClock(), torch.tensor(prompts)
-        self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **({"use_mtp": True} if self.spec_tokens else {}),
-        )
+        clock = _StepClock()
+        more = {"use_mtp": True} if self.spec_tokens else {}
+        self._generate(prompts, new_tokens, stopping_criteria=StoppingCriteriaList([clock]), **more)
         # The first interval holds the draft's prefill, the last one drafts beyond the limit.
         intervals = list(pairwise(clock.ticks))[1:-1]
         steps = len(intervals)
@@ -167,6 +178,14 @@ class TransformersDecoder(Decoder):
         rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
         seconds = sum(after.seconds - before.seconds for before, after in intervals)
         return Decoded(steps, length * len(prompts), seconds, rate)
+
+    def first_token(self, prompt: list[int]) -> None:
+        self._generate([prompt], 1)
+
+    def _generate(self, prompts: Prompts, count: int, **more: Any) -> None:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        self.model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **more)
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from benchmarks.harness.machine import describe_machine, describe_versions
-from mtpc.cli.tables import output, print_table
-
-Record = dict[str, Any]
-"""`benchmark` (its module's name), `machine`, `versions`, `arguments`, `rows`, and more by name."""
+from benchmarks.harness.tables import Record, Table, pipes
 
 SAMPLES_NOTE = (
     "samples: kept + dropped because other processes used the CPU; "
@@ -52,36 +49,6 @@ def sample_counts(row: Counts) -> str:
 R = TypeVar("R")
 Columns = Mapping[str, Callable[[R], str]]
 """Heading of a column -> the cell of a row."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A record's rows as text.
-
-    Attributes:
-        title: what was measured.
-        columns: headings.
-        cells: the body, a text for each column.
-        notes: lines below it.
-    """
-
-    title: str
-    columns: Sequence[str]
-    cells: Sequence[Sequence[str]]
-    notes: Sequence[str]
-
-    @classmethod
-    def of(cls, title: str, columns: Columns[R], rows: Iterable[R], notes: Sequence[str]) -> Self:
-        """A line for each row."""
-        body = [[cell(row) for cell in columns.values()] for row in rows]
-        return cls(title, list(columns), body, notes)
-
-    def print(self) -> None:
-        """Write it to standard output."""
-        console = output()
-        print_table(self.title, self.columns, self.cells)
-        for note in self.notes:
-            console.print(note, style="dim", soft_wrap=True)
 
 
 ON_PAPER = {"cpu": "no machine: computed on paper"}
@@ -207,11 +174,6 @@ def to_markdown(record: Record, table: Table) -> str:
     return "\n".join([*pipes(table.columns, table.cells), "", *(f"- {n}" for n in notes), ""])
 
 
-def pipes(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in Markdown."""
-    return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
-
-
 def to_csv(record: Record) -> str:
     """A line per row, with the processor and the versions; samples and the like left out."""
     facts = {"cpu": record["machine"]["cpu"], **record["versions"]}
@@ -220,7 +182,7 @@ def to_csv(record: Record) -> str:
         for row in record["rows"]
     ]
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, rows[0])
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
