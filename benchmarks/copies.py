@@ -37,14 +37,8 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
-from benchmarks.harness.results import (
-    Record,
-    Table,
-    earlier_rows,
-    publish,
-    save,
-)
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.tables import Record, Row, Table
 from benchmarks.peers.llama_decoder import SPECULATIVE, Counts, look_up
 from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
@@ -229,19 +223,13 @@ def repeated(samples: Sequence[Sample]) -> Sample:
     return replace(first, seconds=[each for sample in samples for each in sample.seconds])
 
 
-def table(record: Record) -> Table:
+def table_of(record: Record) -> Table:
     """A record's table: a row for each kind of text, engine and setting."""
     samples = [Sample(**row) for row in record["rows"]]
     plain = {(s.text, s.prompt, s.engine): s for s in samples if s.setting == PLAIN}
-    groups = dict[tuple[str, ...], list[Sample]]()
+    groups = dict[tuple[str, str, str, str, str], list[Sample]]()
     for sample in samples:
-        key: tuple[str, ...] = (
-            sample.text,
-            sample.engine,
-            sample.weights,
-            sample.draft,
-            sample.setting,
-        )
+        key = (sample.text, sample.engine, sample.weights, sample.draft, sample.setting)
         groups.setdefault(key, []).append(sample)
     body = list[list[str]]()
     for key, found in groups.items():
@@ -255,63 +243,73 @@ def table(record: Record) -> Table:
     return Table("Drafts on edits and prose", COLUMNS, sorted(body), NOTES)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell, rows = command.begin(args), earlier_rows("copies", args, FREE)
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The answers to each prompt, after those of a run that ended early."""
+    args, rows = run.args, run.earlier_rows(FREE)
     done = {(row["text"], row["prompt"]) for row in rows}
     template = load_chat_template(args.checkpoint, None)
     assert template is not None, "an edit needs a checkpoint with a chat template"
-    found = list(runners(args, tell))
+    found = list(runners(args, run.tell))
+    yield rows
     end = time.monotonic() + 60 * args.minutes
     for number, (kind, name, wordings) in enumerate(batches(prompts(args.prompts), args.batch)):
         if (kind, name) in done:
             continue
         if time.monotonic() > end:
-            tell(f"{args.minutes} minutes are over: run again with this --out to go on")
+            run.tell(f"{args.minutes} minutes are over: run again with this --out to go on")
             break
         given = [template.render([{"role": "user", "content": each}], {}) for each in wordings]
         turn = number % len(found)
         taken = [*found[turn:], *found[:turn]]
         rounds = [[r.sample(kind, name, given) for r in taken] for _ in range(args.repeats)]
-        rows += [asdict(repeated(samples)) for samples in zip(*rounds, strict=True)]
-        save("copies", args, {"rows": rows}, table)
-        tell(f"{kind} {name}")
-    publish("copies", args, {"rows": rows}, table)
-    return 0
+        run.tell(f"{kind} {name}")
+        yield [asdict(repeated(samples)) for samples in zip(*rounds, strict=True)]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("copies", __doc__, "--threads", *command.RESULTS)
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a model with a chat template")
-    text = "as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR"
-    add("--drafts", nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT", help=text)
-    add("--settings", nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto|budget")
-    add(
-        "--tiers",
-        nargs="+",
-        type=int,
-        default=[0, 1, 3, 7],
-        metavar="K",
-        help="of auto and budget",
-    )
-    add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
-    add("--new-tokens", type=positive, default=200, metavar="N")
-    add("--max-len", type=positive, default=2048, metavar="N")
-    add("--batch", type=positive, default=1, metavar="N", help="prompts at once")
-    add("--repeats", type=positive, default=1, metavar="N", help="of each answer")
-    add("--minutes", type=float, default=12, metavar="N", help="begin no prompt after so many")
-    add("--llama", type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}")
-    add("--llama-file", type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT")
-    types = ["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"]
-    add("--llama-types", nargs="+", default=types, metavar="TYPE", help="of --spec-type")
-    add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
-    args = parser.parse_args(argv)
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.llama and args.batch > 1:
         parser.error(f"--batch is {args.batch}; expected 1 with --llama, whose program takes one")
-    return args
 
+
+BENCHMARK = Benchmark(
+    "copies",
+    __doc__,
+    measure,
+    table_of,
+    ("--threads", *command.RESULTS),
+    dict(new_tokens=200, max_len=2048, repeats=1),
+    {
+        "checkpoint": dict(type=Path, metavar="CHECKPOINT", help="a model with a chat template"),
+        "--drafts": dict(
+            nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT",
+            help="as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR",
+        ),
+        "--settings": dict(
+            nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto|budget"
+        ),
+        "--tiers": dict(
+            nargs="+", type=int, default=[0, 1, 3, 7], metavar="K", help="of auto and budget"
+        ),
+        "--prompts": command.NUMBER | dict(default=40, help="of each kind, at most 40"),
+        "--batch": command.NUMBER | dict(default=1, help="prompts at once"),
+        "--minutes": dict(
+            type=float, default=12, metavar="N", help="begin no prompt after so many"
+        ),
+        "--llama": dict(
+            type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}"
+        ),
+        "--llama-file": dict(
+            type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT"
+        ),
+        "--llama-types": dict(
+            nargs="+", default=["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"],
+            metavar="TYPE", help="of --spec-type",
+        ),
+        "--dtype": dict(metavar="NAME", help="of the weights; default: the checkpoint's"),
+    },
+    _check,
+)  # fmt: skip
+main, table = BENCHMARK.main, BENCHMARK.to_table
 
 if __name__ == "__main__":
     sys.exit(main())

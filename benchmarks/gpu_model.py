@@ -17,7 +17,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,9 @@ from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Record, Table, publish
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.results import ON_PAPER
+from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc import CompileOptions
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -43,17 +45,6 @@ CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:
 BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
 """Passes that are disabled for the first count."""
 SLOWEST, WHOLE = 5, "whole step"
-COLUMNS = ("shape", "batch", "K", "choice", "kernels before", "kernels", "operator", "calls",
-           "launches", "MB moved", "MB least", "us least", "us", "us measured")  # fmt: skip
-NOTES = (
-    "the five operators of each case that are farthest from their floor, and the whole step.",
-    "kernels before: without " + ", ".join(BEFORE) + ". generated: what Inductor writes.",
-    "moved: bytes that programs load and store; least: of what an operator is given and gives.",
-    "us, by the model: 2 for each launch, and the longer of the times of memory and cache (assumed:"
-    " 5.5 TB/s of an H100, 7 of an H200), by the share of 132 processors that have a program; "
-    "products of libraries at their floor.",
-    "us measured: of the operator's kernels in a profile, and of the whole step by events.",
-)
 _LIBRARY = re.compile(r"nvjet|cutlass|cublas|gemv|Cijk_|splitK|dot_kernel|reduce_1Block")
 _GENERATED = re.compile(r"triton_(poi|red|per)_")
 _MOST_OFF = 0.1
@@ -92,31 +83,20 @@ class Case:
         return f"{self.shape}:{self.batch}:{self.spec_tokens}{chosen}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count and print."""
-    args = _parse(argv)
-    tell = command.teller()
-    rows: list[dict[str, Any]] = []
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The rows of each case."""
+    args = run.args
+    run.facts["machine"] = ON_PAPER
     seen = json.loads(args.measured.read_text())["rows"] if args.measured else ()
-    for case in args.cases:
-        tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
+    cases, args.cases = args.cases, " ".join(map(str, args.cases))
+    args.measured = str(args.measured or "")
+    for case in cases:
+        run.tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
         profile = profile_of(seen, case)
-        for row in case_rows(case, args.context, args.device):
-            rows.append({**row, "measured": measured(row["operator"], row["names"], profile)})
-    args.cases, args.measured = " ".join(map(str, args.cases)), str(args.measured or "")
-    publish("gpu_model", args, {"machine": ON_PAPER, "rows": rows}, table)
-    return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("gpu_model", __doc__, *command.RESULTS)
-    add = parser.add_argument
-    default = [Case.of(text) for text in CASES]
-    add("--cases", type=Case.of, nargs="+", default=default, metavar="SHAPE:BATCH:K[:sampled]")
-    add("--context", type=command.positive, default=4096, metavar="N", help="tokens of a request")
-    add("--device", choices=("h100", "h200"), default="h200")
-    add("--measured", type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles")
-    return parser.parse_args(argv)
+        yield [
+            {**row, "measured": measured(row["operator"], row["names"], profile)}
+            for row in case_rows(case, args.context, args.device)
+        ]
 
 
 def unfilled(shape: str, layers: int) -> LoadedModel:
@@ -250,23 +230,53 @@ def step(
     return graph, lowered(graph)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    cells = [
-        [
-            row["shape"], str(row["batch"]), str(row["spec_tokens"]),
-            "sampled" if row["sampled"] else "greedy", str(row["kernels_before"]),
-            str(row["kernels"]), row["operator"], str(row["calls"]), str(row["launches"]),
-            f"{row['moved'] / 1e6:.1f}", f"{row['least'] / 1e6:.1f}",
-            f"{1e6 * row['floor']:.0f}", f"{1e6 * row['seconds']:.0f}",
-            "-" if row["measured"] is None else f"{1e6 * row['measured']:.0f}",
-        ]
-        for row in record["rows"]
-    ]  # fmt: skip
-    context, device = (record["arguments"][name] for name in ("context", "device"))
-    title = f"Decode steps of an {device.upper()} by the model, {context} tokens of context"
-    return Table(title, COLUMNS, cells, NOTES)
-
+FORM = TableForm(
+    "Decode steps of an {device} by the model, {context} tokens of context",
+    (
+        *fields("shape, batch, K=spec_tokens"),
+        Column("choice", lambda row, _: "sampled" if row["sampled"] else "greedy"),
+        Column("kernels before", "kernels_before", "", "without " + ", ".join(BEFORE) + "."),
+        *fields("kernels, operator, calls, launches"),
+        Column("MB moved", "moved", ".1f", "what programs load and store.", 1e-6),
+        Column("MB least", "least", ".1f", "what an operator is given and gives.", 1e-6),
+        Column("us least", "floor", ".0f", factor=1e6),
+        Column(
+            "us", "seconds", ".0f",
+            "by the model: 2 for each launch, and the longer of the times of memory and cache "
+            "(assumed: 5.5 TB/s of an H100, 7 of an H200), by the share of 132 processors that "
+            "have a program; products of libraries at their floor.", 1e6,
+        ),
+        Column(
+            "us measured", "measured", ".0f",
+            "of the operator's kernels in a profile, and of the whole step by events.", 1e6,
+        ),
+    ),
+    (
+        "the five operators of each case that are farthest from their floor, and the whole step.",
+        "generated: what Inductor writes.",
+    ),
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "gpu_model",
+    __doc__,
+    measure,
+    FORM.of,
+    command.RESULTS,
+    options={
+        "--cases": dict(
+            type=Case.of,
+            nargs="+",
+            default=[Case.of(text) for text in CASES],
+            metavar="SHAPE:BATCH:K[:sampled]",
+        ),
+        "--context": command.NUMBER | dict(default=4096, help="tokens of a request"),
+        "--device": dict(choices=("h100", "h200"), default="h200"),
+        "--measured": dict(
+            type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles"
+        ),
+    },
+)
+main, table = BENCHMARK.main, BENCHMARK.to_table
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -114,12 +114,6 @@ class Table:
     cells: Sequence[Sequence[str]]
     notes: Sequence[str]
 
-    @classmethod
-    def of(cls, title: str, columns: Any, rows: Iterable[Any], notes: Sequence[str]) -> Table:
-        """A line for each row."""
-        body = [[cell(row) for cell in columns.values()] for row in rows]
-        return cls(title, list(columns), body, notes)
-
     def print(self) -> None:
         """Write it to standard output."""
         console = output()

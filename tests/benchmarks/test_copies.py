@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import copies, plot
 from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, prompts, repeated, table
-from benchmarks.harness.results import earlier_rows, new_record
+from benchmarks.harness.bench import Run
+from benchmarks.harness.results import new_record
 from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 
 LOG = """
@@ -73,11 +74,12 @@ def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
     given = ["model", "--out", str(out), "--settings", "0", "3"]
 
     def earlier(*more: str) -> list[dict[str, Any]]:
-        return earlier_rows("copies", copies._parse([*given, *more]), FREE)
+        args = copies.BENCHMARK.parse([*given, *more])
+        return Run(copies.BENCHMARK, args, print, tmp_path).earlier_rows(FREE)
 
     assert earlier() == []
     rows = [asdict(sample("a", MTPC, "0", 1, 1.0))]
-    out.write_text(json.dumps(new_record("copies", copies._parse(given), {"rows": rows})))
+    out.write_text(json.dumps(new_record("copies", copies.BENCHMARK.parse(given), {"rows": rows})))
     assert earlier("--minutes", "3", "--prompts", "9") == rows
     with pytest.raises(SystemExit, match="results of other arguments"):
         earlier("--new-tokens", "9")
