@@ -158,7 +158,6 @@ def measure(run: Run) -> Iterator[list[Row]]:
             batch_buckets=tuple(args.batches),
             max_len=HARD + args.new_tokens + HEADROOM,
             backend=args.backend,
-            quantize=args.quantize,
             synthetic_acceptance_rates=(0.0,) * count,
             **options,
         )
@@ -184,7 +183,6 @@ BENCHMARK = Benchmark(
     dict(spec_tokens=3, batches=[4, 8], new_tokens=240, repeats=3),
     {
         "--length": dict(choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance"),
-        "--quantize": dict(metavar="SCHEME", help="of all engines"),
     },
     _check,
 )

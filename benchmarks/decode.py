@@ -53,7 +53,6 @@ from benchmarks.peers.llama_decoder import KINDS, LlamaDecoder, LlamaFiles
 from benchmarks.peers.llama_server import SERVED_KINDS, ConvertedFiles, ServerDecoder
 from benchmarks.peers.vllm_decoder import VLLM, VllmDecoder
 from mtpc import Progress
-from mtpc.cli.parsing import acceptance_length
 from mtpc.config import SCHEMES
 
 INT8 = "mtpc, int8 drafts"
@@ -103,13 +102,11 @@ DEFAULT = ("mimo-random", "mimo-accepting", "glm4-random")
 
 def measure(run: Run) -> Iterator[list[Row]]:
     """The rows of each workload, after what the previous one has left is freed."""
-    length = run.args.synthetic_acceptance_length
-    dictated = "" if length is None else f", synthetic {length}"
     for name in run.args.workloads:
         gc.collect()
         workload = WORKLOADS[name]
         checkpoint, prompts = _prepare(workload, run.workdir / name, run)
-        row = dict(model=workload.model, weights=workload.weights + dictated)
+        row = dict(model=workload.model, weights=workload.weights)
         with opened(_decoders(workload, checkpoint, run)) as decoders:
             cases = [
                 decode_case(
@@ -217,7 +214,6 @@ def _compile(target: Any, spec_tokens: int, run: Run, engine: str = "mtpc") -> M
         spec_tokens=spec_tokens,
         **run.decode_options(),
         enabled_passes=("quantise-draft",) if engine == INT8 else (),
-        synthetic_acceptance_length=run.args.synthetic_acceptance_length if spec_tokens else None,
     )
 
 
@@ -306,8 +302,6 @@ FORM = TableForm(
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.new_tokens < FEWEST_NEW_TOKENS:
         parser.error(f"--new-tokens is {args.new_tokens}; expected at least {FEWEST_NEW_TOKENS}")
-    if args.synthetic_acceptance_length is not None and args.vllm_python:
-        parser.error("vLLM's CPU build refuses synthetic acceptance; leave out --vllm-python")
     if args.workloads is None:
         args.workloads = [name for name in DEFAULT if args.peers or not WORKLOADS[name].is_peer]
 
@@ -323,11 +317,6 @@ BENCHMARK = Benchmark(
     {
         "--workloads": dict(nargs="+", choices=WORKLOADS, help=f"default: {' '.join(DEFAULT)}"),
         "--int8": dict(**_SWITCH, default=True, help="int8 drafts, too"),
-        "--synthetic-acceptance-length": dict(
-            type=acceptance_length,
-            metavar="L|NAME",
-            help="accept drafts whatever they are: tokens per step, or a golden length by name",
-        ),
         "--vllm-relaunch": dict(
             **_SWITCH,
             default=False,

@@ -1,6 +1,6 @@
 """A GGUF file as people have it, in mtpc and in llama.cpp: starts, memory, decode steps, a prompt.
 
-    python -m benchmarks.released FILE --llama-bench DIR --out FILE.json --markdown FILE.md
+    python -m benchmarks.released FILE --llama-bench DIR --out FILE.json
 
 A start is a process, from just before it begins to its first token; the file is in the page cache.
 Steps and prompts are sampled in turns. The tokens of prompts are random.

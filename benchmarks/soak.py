@@ -16,8 +16,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +37,10 @@ SENTINELS, BEGINNINGS, MAX_WAITING = 8, 6, 6
 CHANCES = {"sentinel": 0.15, "abort": 0.2, "callback": 0.3, "broken callback": 0.02}
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The allowed growth after the warm-up.
-
-    Attributes:
-        warm_up: share of the tokens that are the warm-up.
-        max_growth_mib: the most growth of resident memory after the warm-up.
-        max_objects: the most growth of the number of Python objects after the warm-up.
-    """
-
-    warm_up: float = 0.2
-    max_growth_mib: float = 16.0
-    max_objects: int = 2000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The counts at an interval, with the engine empty; totals are since the start."""
-
-    tokens: int
-    seconds: float
-    rss_mib: float
-    objects: int
-    pages_used: int
-    slots_used: int
-    pages_idle: int
-    finished: int
-    aborted: int
-    preemptions: int
-    reused_tokens: int
-    callback_errors: int
-    texts_compared: int
-    texts_changed: int
+WARM_UP = 0.2
+"""Share of the tokens that are the warm-up."""
+MAX_GROWTH_MIB, MAX_OBJECTS = 16.0, 2000
+"""The most growth after the warm-up, of resident memory and of the number of Python objects."""
 
 
 def random_params(draw: random.Random, vocab_size: int) -> mtpc.SamplingParams:
@@ -168,11 +138,11 @@ class Traffic:
             self.changed += found[:count] != known[:count]
 
 
-def count(traffic: Traffic, tokens: int, seconds: float) -> Interval:
-    """Count everything now."""
+def count(traffic: Traffic, tokens: int, seconds: float) -> Row:
+    """Count everything now, with the engine empty; totals are since the start."""
     gc.collect()
     stats, engine = traffic.engine.stats, traffic.engine
-    return Interval(
+    return dict(
         tokens=tokens,
         seconds=round(seconds, 2),
         rss_mib=round(resident_mib(), 2),
@@ -198,49 +168,42 @@ def resident_mib() -> float:
     return resident / 2**20
 
 
-def soak(
-    traffic: Traffic, tokens: int, intervals: int, tell: Tell, seconds: float = float("inf")
-) -> list[Interval]:
-    """Serve at least `tokens` tokens; counts at the start and after each interval.
-
-    After `seconds` it ends with the running interval.
-    """
+def soak(traffic: Traffic, tokens: int, intervals: int, tell: Tell) -> list[Row]:
+    """Serve at least `tokens` tokens; counts at the start and after each interval."""
     start, done = time.perf_counter(), 0
-    records = [count(traffic, 0, 0.0)]
+    rows = [count(traffic, 0, 0.0)]
     for interval in range(1, intervals + 1):
         while done < tokens * interval // intervals:
             done += traffic.step()
         done += traffic.finish()
-        records.append(count(traffic, done, time.perf_counter() - start))
-        last = records[-1]
+        last = count(traffic, done, time.perf_counter() - start)
+        rows.append(last)
         if interval % max(intervals // 20, 1) == 0:
-            tell(f"{last.tokens} tokens, {last.tokens / last.seconds:.0f} tokens/s, "
-                 f"{last.rss_mib:.1f} MiB, {last.objects} objects")  # fmt: skip
-        if last.seconds > seconds:
-            tell(f"stopped after {last.tokens} of {tokens} tokens: {seconds:g} s are over")
-            break
-    return records
+            speed = last["tokens"] / last["seconds"]
+            tell(f"{last['tokens']} tokens, {speed:.0f} tokens/s, {last['rss_mib']:.1f} MiB, "
+                 f"{last['objects']} objects")  # fmt: skip
+    return rows
 
 
-def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
+def faults(rows: Sequence[Row]) -> list[str]:
     """The faults of a run; empty without faults."""
-    found = []
+    found, last = [], rows[-1]
     for name, what in (("pages_used", "pages"), ("slots_used", "slots")):
-        most = max(getattr(record, name) for record in records)
+        most = max(row[name] for row in rows)
         if most:
             found.append(f"{most} {what} were held by nobody at an interval's end")
-    if records[-1].texts_changed:
-        last = records[-1]
-        found.append(f"{last.texts_changed} of {last.texts_compared} repeated texts changed")
-    warm = [r for r in records if r.tokens >= bounds.warm_up * records[-1].tokens]
-    growth = max(r.rss_mib for r in warm) - warm[0].rss_mib
-    if growth > bounds.max_growth_mib:
+    if last["texts_changed"]:
+        texts = f"{last['texts_changed']} of {last['texts_compared']}"
+        found.append(f"{texts} repeated texts changed")
+    warm = [row for row in rows if row["tokens"] >= WARM_UP * last["tokens"]]
+    growth = max(row["rss_mib"] for row in warm) - warm[0]["rss_mib"]
+    if growth > MAX_GROWTH_MIB:
         found.append(f"resident memory grew by {growth:.1f} MiB after the warm-up; at most "
-                     f"{bounds.max_growth_mib:g} may")  # fmt: skip
-    objects = max(r.objects for r in warm) - warm[0].objects
-    if objects > bounds.max_objects:
+                     f"{MAX_GROWTH_MIB:g} may")  # fmt: skip
+    objects = max(row["objects"] for row in warm) - warm[0]["objects"]
+    if objects > MAX_OBJECTS:
         found.append(f"{objects} Python objects came to stay after the warm-up; at most "
-                     f"{bounds.max_objects} may")  # fmt: skip
+                     f"{MAX_OBJECTS} may")  # fmt: skip
     return found
 
 
@@ -273,28 +236,21 @@ FORM = TableForm(
 )
 
 
-def bounds_of(arguments: Mapping[str, Any]) -> Bounds:
-    """The bounds of a command line."""
-    return Bounds(**{n: arguments[n] for n in Bounds.__dataclass_fields__ if n in arguments})
-
-
 def measure(run: Run) -> Iterator[list[Row]]:
     """An interval a row."""
     args = run.args
     checkpoint = args.checkpoint or demo_checkpoint()
     run.facts["model"] = checkpoint.absolute().name
-    model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
+    traffic = Traffic(mtpc.compile(checkpoint, backend=args.backend, **OPTIONS), args.seed)
     run.tell("compiled")
-    traffic, limit = Traffic(model, args.seed), args.seconds or float("inf")
-    records = soak(traffic, args.tokens, args.intervals, run.tell, limit)
-    found = faults(records, bounds_of(vars(args)))
+    rows = soak(traffic, args.tokens, args.intervals, run.tell)
+    found = faults(rows)
     for fault in found:
         run.tell(f"fault: {fault}")
     run.failed = bool(found)
-    yield [asdict(record) for record in records]
+    yield rows
 
 
-_BOUNDS = Bounds()
 BENCHMARK = Benchmark(
     "soak",
     __doc__,
@@ -305,11 +261,7 @@ BENCHMARK = Benchmark(
     {
         "checkpoint": dict(nargs="?", type=Path, help="default: the demo model"),
         "--tokens": command.NUMBER | dict(default=1_000_000),
-        "--seconds": dict(type=float, metavar="S", help="stop after these"),
         "--intervals": command.NUMBER | dict(default=100),
-        "--warm-up": dict(type=float, default=_BOUNDS.warm_up, metavar="SHARE"),
-        "--max-growth-mib": dict(type=float, default=_BOUNDS.max_growth_mib, metavar="MIB"),
-        "--max-objects": dict(type=int, default=_BOUNDS.max_objects, metavar="N"),
     },
 )
 main, table = BENCHMARK.main, BENCHMARK.to_table

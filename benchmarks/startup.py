@@ -76,8 +76,7 @@ def start(name: str, directory: Path, engine: child.Engine, run: Run) -> Row:
     variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
     log, begin = logs / f"{name} {engine.name}.log", time.monotonic()
     try:
-        report = child.launch(python, _job(directory, engine, cache, args), variables, log,
-                              args.timeout)  # fmt: skip
+        report = child.launch(python, _job(directory, engine, cache, args), variables, log)
     except child.StartError as error:
         raise SampleError(str(error)) from None
     report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
@@ -161,9 +160,8 @@ def measure(run: Run) -> Iterator[list[Row]]:
     args = run.args
     cases = [case for name in args.workloads for case in cases_of(name, run)]
     cold = [case for case in cases if engine_of(case.row).state == "cold"]
-    for _ in range(args.cold_repeats):
-        for case in cold:
-            case.attempt(run.tell)
+    for case in cold:
+        case.attempt(run.tell)
     failed = {(case.row["workload"], engine_of(case.row).kind) for case in cold if case.failure}
     others = [case for case in cases if case not in cold]
     for case in others:
@@ -274,8 +272,6 @@ BENCHMARK = Benchmark(
     {
         "--workloads": dict(nargs="+", choices=("demo", "random"), default=["demo", "random"]),
         "--engines": dict(nargs="+", choices=child.STARTS, default=list(child.STARTS)),
-        "--cold-repeats": command.NUMBER | dict(default=1, help="samples, cold"),
-        "--timeout": command.NUMBER | dict(default=900, help="seconds of one start"),
     },
 )  # fmt: skip
 main, table = BENCHMARK.main, BENCHMARK.to_table

@@ -1,7 +1,6 @@
 """Where a decode step's time goes: its memory limit, then the time beyond it, largest part first.
 
     python -m benchmarks.waterfall --spec-tokens 0 3 --batches 1 8
-    python -m benchmarks.waterfall --quantize int4-g32
 
 The whole step is timed without a profiler, and the bandwidth is measured before and after. A second
 run under torch's profiler gives each operator's share, which is scaled to the time without it. The
@@ -24,7 +23,6 @@ from benchmarks.harness import command
 from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.machine import CpuWatch
 from benchmarks.harness.tables import Row, TableForm, fields
-from mtpc.config import SCHEMES
 
 LINEARS = tuple(
     f"mtpc_cpu::{name}"
@@ -38,14 +36,10 @@ PROMPT_TOKENS, HEADROOM, WARM_UP_STEPS = 32, 8, 3
 def measure(run: Run) -> Iterator[list[Row]]:
     """The parts of a step, for each K and batch."""
     args, checkpoint = run.args, run.write_mimo()
-    source = checkpoint.directory
-    if args.quantize:
-        source = checkpoint.write_quantised(args.quantize, run.workdir)
-        checkpoint = checkpoint.quantised(args.quantize)
     for k in args.spec_tokens:
         run.tell(f"compile K={k}")
         model = mtpc.compile(
-            source,
+            checkpoint.directory,
             spec_tokens=k,
             batch_buckets=tuple(args.batches),
             max_len=PROMPT_TOKENS + (k + 1) * (args.steps * 2 + WARM_UP_STEPS + HEADROOM),
@@ -124,10 +118,7 @@ BENCHMARK = Benchmark(
     FORM.of,
     (*command.DECODING, "--shape"),
     dict(spec_tokens=[0, 1, 3], batches=[1, 8]),
-    {
-        "--quantize": dict(choices=SCHEMES, metavar="SCHEME", help="measure a quantised copy"),
-        "--steps": command.NUMBER | dict(default=16, help="decode steps a measurement"),
-    },
+    {"--steps": command.NUMBER | dict(default=16, help="decode steps a measurement")},
 )
 main, table = BENCHMARK.main, BENCHMARK.to_table
 

@@ -23,7 +23,7 @@ from benchmarks.harness import command, rounds
 from benchmarks.harness.decoders import Prompts
 from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import new_record, write_results
+from benchmarks.harness.results import new_record, write_record
 from benchmarks.harness.rounds import Case, Tell
 from benchmarks.harness.tables import Record, Row, Table
 
@@ -171,11 +171,10 @@ class Benchmark:
         return int(run.failed)
 
     def save(self, run: Run, rows: Sequence[Row]) -> Table:
-        """Write what is measured so far to the files that were asked for; returns its table."""
+        """Write what is measured so far, if `--out` is given; returns its table."""
         record = new_record(self.name, run.args, {**run.facts, "rows": list(rows)})
-        table = self.to_table(record)
-        write_results(run.args, record, table)
-        return table
+        write_record(run.args.out, record)
+        return self.to_table(record)
 
     def start_child(self, job: Mapping[str, Any]) -> subprocess.Popen[str]:
         """A process that does a job, whose last line on standard output is its report."""

@@ -120,16 +120,14 @@ _SHARED: dict[str, dict[str, Any]] = {
         type=Path, help="keep checkpoints, caches and logs here; default: a temporary directory"
     ),
     "--out": dict(type=Path, metavar="FILE", help="write everything as JSON"),
-    "--csv": dict(type=Path, metavar="FILE", help="write the rows as CSV"),
-    "--markdown": dict(type=Path, metavar="FILE", help="write the table as Markdown"),
 }
 """Options that several benchmarks have."""
 SAMPLING = ("--max-foreign", "--threads", "--seed")
 """Those that `rounds.sample` needs, beside `--repeats`, and those of what it samples."""
-RESULTS = ("--out", "--csv", "--markdown")
-"""Those that `write_results` reads."""
+RESULTS = ("--out",)
+"""What every benchmark takes."""
 FILES = ("--workdir", *RESULTS)
-"""Those that `working_directory` and `write_results` take."""
+"""Those of a benchmark that writes checkpoints."""
 DECODING = (*FILES, *SAMPLING, "--probe-mib")
 """Those of `rounds.decode_case`, beside `--repeats`."""
 PEERS = ("--vllm-python", "--llama-bench", "--gguf-python")

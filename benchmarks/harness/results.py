@@ -1,4 +1,4 @@
-"""A benchmark's record, and the files that are written of it.
+"""A benchmark's record, and the text that is made of it.
 
 The record is JSON. It has everything that was measured, the machine, the versions and the
 arguments. It has no paths.
@@ -7,10 +7,8 @@ arguments. It has no paths.
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,18 +42,12 @@ def _has_path(value: Any) -> bool:
     return isinstance(value, Path) or (isinstance(value, list) and any(map(_has_path, value)))
 
 
-def write_results(args: argparse.Namespace, record: Record, table: Table) -> None:
-    """Write the files of the options `command.RESULTS`, and the folders that they lack."""
-    texts: dict[str, Callable[[Record], str]] = {
+def write_record(path: Path | None, record: Record) -> None:
+    """Write a record as JSON, and the folders that it lacks; None writes nothing."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Without indentation: samples of serving are traces, a line a number.
-        "out": json.dumps,
-        "csv": to_csv,
-        "markdown": lambda record: to_markdown(record, table),
-    }
-    for name, text in texts.items():
-        if path := getattr(args, name, None):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(record))
+        path.write_text(json.dumps(record))
 
 
 def to_markdown(record: Record, table: Table) -> str:
@@ -65,17 +57,3 @@ def to_markdown(record: Record, table: Table) -> str:
         if record[name]:
             notes.append(f"{name}: {', '.join(f'{k} {v}' for k, v in record[name].items())}")
     return "\n".join([*pipes(table.columns, table.cells), "", *(f"- {n}" for n in notes), ""])
-
-
-def to_csv(record: Record) -> str:
-    """A line per row, with the processor and the versions; samples and the like left out."""
-    facts = {"cpu": record["machine"]["cpu"], **record["versions"]}
-    rows = [
-        {n: v for n, v in row.items() if not isinstance(v, (list, tuple, dict))} | facts
-        for row in record["rows"]
-    ]
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -304,16 +304,14 @@ def environment(
 
 
 LONGEST_S = 3600
-"""Seconds of a start that nobody limits."""
+"""Seconds of a start, at most."""
 
 
 class StartError(Exception):
     """A start that came to nothing; says why."""
 
 
-def launch(
-    python: Path, job: dict[str, Any], variables: Mapping[str, str], log: Path, timeout: int
-) -> Report:
+def launch(python: Path, job: dict[str, Any], variables: Mapping[str, str], log: Path) -> Report:
     """What the parent calls: a process that runs this file, from its start to its end.
 
     Returns its report, with the `moments` at which it reached each stage.
@@ -323,10 +321,9 @@ def launch(
         job: see `main`.
         variables: the environment.
         log: gets all that it prints.
-        timeout: seconds.
 
     Raises:
-        StartError: it failed, or took more than `timeout` seconds.
+        StartError: it failed, or took more than `LONGEST_S` seconds.
     """
     report = log.with_suffix(".json")
     job = {**job, "report": str(report)}
@@ -339,9 +336,9 @@ def launch(
         except OSError as error:
             raise StartError(str(error)) from None
         try:
-            code = process.wait(timeout)
+            code = process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
-            raise StartError(f"no end within {timeout} s") from None
+            raise StartError(f"no end within {LONGEST_S} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -365,7 +362,7 @@ def start_here(directory: Path, cache: Path, log: Path, **job: Any) -> Report:
     usual = {"kind": "mtpc", "prompt": PROMPT, "new_tokens": 1, "steps": 0}
     job = {**usual, "directory": str(directory), "options": options, **job}
     begin = monotonic()
-    report = launch(Path(sys.executable), job, os.environ, log, LONGEST_S)
+    report = launch(Path(sys.executable), job, os.environ, log)
     return report | {"first_token_s": report["moments"]["token"] - begin}
 
 

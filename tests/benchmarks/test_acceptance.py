@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, decode, plot
+from benchmarks import acceptance, plot
 from benchmarks.harness.decoders import Decoded, Decoder
 from benchmarks.harness.tables import Row
 from benchmarks.peers import decoders
@@ -80,18 +80,3 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [r["ms_per_step"] for r in rows[3:]] == [100, 100]
     assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_decode_marks_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "1", "--spec-tokens", "0"]
-    few = ["1", "--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]
-    only = ["--workloads", "mimo-random", "--no-peers", "--no-int8", "--out", str(out)]
-    length = ["--synthetic-acceptance-length", "2"]
-    assert decode.main([*arguments, *few, *only, *length]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {r["weights"] for r in rows} == {"random, synthetic 2.0"}
-    assert [r["acceptance_rate"] for r in rows] == [None, 1.0]
-    with pytest.raises(SystemExit):
-        decode.main([*arguments, *few, *length, "--vllm-python", "python"])
