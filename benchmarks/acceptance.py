@@ -16,7 +16,6 @@ One process of another engine runs at a time, after mtpc's models are freed.
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -191,7 +190,4 @@ BENCHMARK = Benchmark(
         prompt_tokens=32, new_tokens=64, repeats=3,
     ),
 )  # fmt: skip
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -9,7 +9,6 @@ texts of K = 1 to 3 must be those of K = 0.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
@@ -78,7 +77,4 @@ BENCHMARK = Benchmark(
         "--max-new-tokens": command.NUMBER | dict(default=8),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

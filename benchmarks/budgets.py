@@ -16,7 +16,6 @@ bound knows the rates of each request, and the other which drafts will be accept
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -186,7 +185,4 @@ BENCHMARK = Benchmark(
     },
     _check,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

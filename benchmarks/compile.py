@@ -12,7 +12,6 @@ with weights, from the start of a process to its first token.
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -317,7 +316,4 @@ BENCHMARK = Benchmark(
     },
     child=_work,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

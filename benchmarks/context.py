@@ -15,7 +15,6 @@ in its own process. Samples are taken as in `benchmarks.decode`.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -205,7 +204,4 @@ BENCHMARK = Benchmark(
     {"--contexts": command.NUMBERS | dict(default=[512, 2048, 8192, 32768], help="tokens")},
     _check,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -309,7 +308,4 @@ BENCHMARK = Benchmark(
     },
     _check,
 )  # fmt: skip
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -10,7 +10,6 @@ the prompts in transformers' StaticCache.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +121,4 @@ BENCHMARK = Benchmark(
     dict(prompt_tokens=512, batches=[1, 4], repeats=7),
     {"--calls": command.NUMBER | dict(default=16, help="decode rows of a sample")},
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -8,7 +8,6 @@ The stem of a file's name is the name of the run.
 from __future__ import annotations
 
 import csv
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,7 +78,4 @@ BENCHMARK = Benchmark(
     command.RESULTS,
     options={"files": dict(nargs="+", type=Path, help="CSV files of benchmarks.gpu")},
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -306,7 +306,4 @@ BENCHMARK = Benchmark(
         repeats=5,
     ),
 )  # fmt: skip
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

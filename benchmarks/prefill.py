@@ -14,7 +14,6 @@ of `--chunks`. Samples of one length are taken in rounds, with the machine's ban
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -124,7 +123,4 @@ BENCHMARK = Benchmark(
     {"--chunks": command.NUMBERS | dict(default=[128, 512], help="mtpc's")},
     _check,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

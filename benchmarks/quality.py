@@ -14,7 +14,6 @@ of windows. The default text is of Python's help topics (`pydoc_data`), without 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,7 +227,4 @@ BENCHMARK = Benchmark(
         ),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -12,7 +12,6 @@ torch's profiler, which gives the share of a step in collectives.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -225,7 +224,4 @@ BENCHMARK = Benchmark(
     _check,
     _child,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

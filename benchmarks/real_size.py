@@ -13,7 +13,6 @@ memory is.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,7 +167,4 @@ BENCHMARK = Benchmark(
     },
     child=_write_new,
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -9,7 +9,6 @@ Steps and prompts are sampled in turns. The tokens of prompts are random.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,7 +187,4 @@ BENCHMARK = Benchmark(
         "--prompt": command.NUMBER | dict(default=512, help="tokens of the timed prompt"),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -6,7 +6,6 @@ python -m benchmarks.scale --out benchmarks/results/paper/scale.json    # second
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,7 +159,4 @@ FORM = TableForm(
     ),
 )  # fmt: skip
 BENCHMARK = Benchmark("scale", __doc__, measure, FORM.of, command.RESULTS)
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -16,7 +16,6 @@ run a case, that is reported, and there is no row.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -230,7 +229,4 @@ BENCHMARK = Benchmark(
     dict(prompt_tokens=8192, spec_tokens=[1], repeats=1),
     {"--families": dict(nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")},
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

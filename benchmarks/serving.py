@@ -9,7 +9,6 @@ time to the first token, and gaps between outputs.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -257,7 +256,4 @@ BENCHMARK = Benchmark(
         "--requests": command.NUMBER | dict(default=24, help="of each load"),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -264,7 +263,4 @@ BENCHMARK = Benchmark(
         "--intervals": command.NUMBER | dict(default=100),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

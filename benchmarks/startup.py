@@ -274,7 +274,4 @@ BENCHMARK = Benchmark(
         "--engines": dict(nargs="+", choices=child.STARTS, default=list(child.STARTS)),
     },
 )  # fmt: skip
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

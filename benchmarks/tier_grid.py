@@ -9,7 +9,6 @@ one request per row, with a policy that knows nothing and with one that knows th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -175,7 +174,4 @@ BENCHMARK = Benchmark(
         "--short": dict(action="store_true", help="short bursts instead of the grid"),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -15,7 +15,6 @@ measured as a fixed K. K = 0 has its own program; the other fixed K use the prog
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,7 +195,4 @@ BENCHMARK = Benchmark(
         "--requests": command.NUMBER | dict(default=24, help="of each load"),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -11,7 +11,6 @@ in greedy decoding with K drafts.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -113,7 +112,4 @@ BENCHMARK = Benchmark(
         "--max-new-tokens": command.NUMBER | dict(default=64),
     },
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

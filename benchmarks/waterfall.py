@@ -9,7 +9,6 @@ rest is time between operators, and host work between steps.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -120,7 +119,4 @@ BENCHMARK = Benchmark(
     dict(spec_tokens=[0, 1, 3], batches=[1, 8]),
     {"--steps": command.NUMBER | dict(default=16, help="decode steps a measurement")},
 )
-main, table = BENCHMARK.main, BENCHMARK.to_table
-
-if __name__ == "__main__":
-    sys.exit(main())
+main, table = BENCHMARK.commands(__name__)

@@ -170,6 +170,12 @@ class Benchmark:
         self.save(run, rows).print()
         return int(run.failed)
 
+    def commands(self, module: str) -> tuple[Callable[..., int], Callable[[Record], Table]]:
+        """`main` and `to_table`, for a module of this name; `main` runs if that is the program."""
+        if module == "__main__":
+            sys.exit(self.main())
+        return self.main, self.to_table
+
     def save(self, run: Run, rows: Sequence[Row]) -> Table:
         """Write what is measured so far, if `--out` is given; returns its table."""
         record = new_record(self.name, run.args, {**run.facts, "rows": list(rows)})
