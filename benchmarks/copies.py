@@ -24,9 +24,10 @@ import argparse
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, product
+from operator import itemgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import geometric_mean, median_low
@@ -37,7 +38,7 @@ import torch
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bench import Benchmark, Run
-from benchmarks.harness.tables import Record, Row, Table
+from benchmarks.harness.tables import Record, Row, TableForm, fields
 from benchmarks.peers.llama_decoder import SPECULATIVE, Counts, look_up
 from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
@@ -59,8 +60,6 @@ autumn bees bread bridges bronze candles caves chess clouds comets copper coral 
 forests glaciers harbours honey islands kites lighthouses maps markets meadows mirrors moss
 mountains music owls paper rivers salt shadows silk snow stone tea trains winter
 """
-COLUMNS = ("text", "engine", "weights", "draft", "K", "tokens/step", "tokens/s", "over K=0",
-           "least", "same text", "prompts")  # fmt: skip
 NOTES = (
     "edits: rewrite a function of the standard library with type hints; prose: a short story; "
     "mixed: as many of each at once.",
@@ -77,57 +76,31 @@ PLAIN = "0"
 """The setting that others are compared with."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer: `tokens` in `steps` decode steps, which took `seconds` in each repeat.
+CASE = ("text", "engine", "weights", "draft", "setting")
+"""What identifies a row of the table. A setting is K; "auto": among several; "own": llama.cpp's."""
 
-    Attributes:
-        text: the kind of text.
-        prompt: its name.
-        engine: `MTPC` or `LLAMA`.
-        weights: as the engine multiplies by them.
-        draft: the drafter.
-        setting: K; "auto": among several; llama.cpp's own number.
-        answer: token ids, or the answer's bytes, for comparison.
-    """
 
-    text: str
-    prompt: str
-    engine: str
-    weights: str
-    draft: str
-    setting: str
-    tokens: int
-    steps: int
-    seconds: list[float]
-    answer: list[int]
+def middle(row: Row) -> float:
+    """Seconds of the median of an answer's repeats, of two the lower."""
+    return median_low(row["seconds"])
 
-    @property
-    def median(self) -> float:
-        """Seconds of the repeats' median, of two the lower."""
-        return median_low(self.seconds)
 
-    def gain(self, plain: Sample) -> float:
-        """How often as fast as `plain`, by token: the median of what both took in one turn."""
-        turns = zip(plain.seconds, self.seconds, strict=True)
-        return median_low(p / own for p, own in turns) * self.tokens / plain.tokens
+def gain(row: Row, plain: Row) -> float:
+    """How often as fast as `plain`, by token: the median of what both took in one turn."""
+    turns = zip(plain["seconds"], row["seconds"], strict=True)
+    return median_low(p / own for p, own in turns) * row["tokens"] / plain["tokens"]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One setting of an engine; `run` answers a prompt."""
+    """One setting of an engine, by its fields of a row; `run` answers prompts."""
 
-    engine: str
-    weights: str
-    draft: str
-    setting: str
+    case: Row
     run: Callable[[list[str]], Counts]
 
-    def sample(self, text: str, name: str, prompts: list[str]) -> Sample:
-        """The answers to prompts of a kind of text."""
-        says = (self.engine, self.weights, self.draft, self.setting)
-        tokens, steps, seconds, found = self.run(prompts)
-        return Sample(text, name, *says, tokens, steps, [seconds], found)
+    def answer(self, text: str, name: str, prompts: list[str]) -> Row:
+        """The row of some prompts of a kind of text, of one repeat."""
+        return {"text": text, "prompt": name, **self.case, **self.run(prompts)._asdict()}
 
 
 def prompts(count: int) -> Iterator[tuple[str, str, str]]:
@@ -187,7 +160,8 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
         tell(f"compile {draft} {setting}")
         spec = compiled(args.checkpoint, draft, setting, args)
         answer(spec, 24, ["Warm up."] * args.batch)
-        yield Runner(MTPC, weights, name_of(draft), setting, partial(answer, spec, args.new_tokens))
+        case = dict(engine=MTPC, weights=weights, draft=name_of(draft), setting=setting)
+        yield Runner(case, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
         held = weights_of(file, None)
@@ -196,7 +170,7 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
             how = (args.llama, file, kind, args.new_tokens, args.max_len, threads)
             run = partial(alone, partial(look_up, *how))
             name = PLAIN if kind == "none" else "own"
-            yield Runner(LLAMA, held, kind, name, run)
+            yield Runner(dict(engine=LLAMA, weights=held, draft=kind, setting=name), run)
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
@@ -215,31 +189,47 @@ def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespac
     return mtpc.compile(checkpoint, **options)
 
 
-def repeated(samples: Sequence[Sample]) -> Sample:
-    """One answer's repeats as one sample."""
-    first = samples[0]
-    assert all(sample.answer == first.answer for sample in samples), "a repeat has another text"
-    return replace(first, seconds=[each for sample in samples for each in sample.seconds])
+def repeated(rows: Sequence[Row]) -> Row:
+    """One answer's repeats as one row."""
+    first = rows[0]
+    assert all(row["answer"] == first["answer"] for row in rows), "a repeat has another text"
+    return {**first, "seconds": [row["seconds"] for row in rows]}
 
 
-def table_of(record: Record) -> Table:
-    """A record's table: a row for each kind of text, engine and setting."""
-    samples = [Sample(**row) for row in record["rows"]]
-    plain = {(s.text, s.prompt, s.engine): s for s in samples if s.setting == PLAIN}
-    groups = dict[tuple[str, str, str, str, str], list[Sample]]()
-    for sample in samples:
-        key = (sample.text, sample.engine, sample.weights, sample.draft, sample.setting)
-        groups.setdefault(key, []).append(sample)
-    body = list[list[str]]()
-    for key, found in groups.items():
-        tokens, seconds = sum(s.tokens for s in found), sum(s.median for s in found)
-        pairs = [(plain[s.text, s.prompt, s.engine], s) for s in found]
-        gains = [sample.gain(before) for before, sample in pairs]
-        same = sum(sample.answer == before.answer for before, sample in pairs)
-        rates = (f"{tokens / sum(s.steps for s in found):.2f}", f"{tokens / seconds:.1f}")
-        speed = (f"{geometric_mean(gains):.2f}x", f"{min(gains):.2f}x")
-        body.append([*key, *rates, *speed, f"{same} of {len(found)}", str(len(found))])
-    return Table("Drafts on edits and prose", COLUMNS, sorted(body), NOTES)
+def _rows(record: Record) -> list[Row]:
+    """A row for each kind of text, engine and setting."""
+    place = itemgetter("text", "prompt", "engine")
+    plain = {place(row): row for row in record["rows"] if row["setting"] == PLAIN}
+    groups = dict[tuple[str, ...], list[Row]]()
+    for row in record["rows"]:
+        groups.setdefault(tuple(row[name] for name in CASE), []).append(row)
+    shown = []
+    for case, found in sorted(groups.items()):
+        tokens, steps = (sum(row[name] for row in found) for name in ("tokens", "steps"))
+        pairs = [(row, plain[place(row)]) for row in found]
+        gains = [gain(row, before) for row, before in pairs]
+        same = sum(row["answer"] == before["answer"] for row, before in pairs)
+        figures = dict(
+            per_step=tokens / steps,
+            speed=tokens / sum(map(middle, found)),
+            gain=geometric_mean(gains),
+            least=min(gains),
+            same=f"{same} of {len(found)}",
+            prompts=len(found),
+        )
+        shown.append({**dict(zip(CASE, case, strict=True)), **figures})
+    return shown
+
+
+FORM = TableForm(
+    "Drafts on edits and prose",
+    fields(
+        "text, engine, weights, draft, K=setting, tokens/step=per_step:.2f, tokens/s=speed:.1f, "
+        "over K=0=gain:.2fx, least:.2fx, same text=same, prompts"
+    ),
+    NOTES,
+    _rows,
+)
 
 
 def measure(run: Run) -> Iterator[list[Row]]:
@@ -260,9 +250,9 @@ def measure(run: Run) -> Iterator[list[Row]]:
         given = [template.render([{"role": "user", "content": each}], {}) for each in wordings]
         turn = number % len(found)
         taken = [*found[turn:], *found[:turn]]
-        rounds = [[r.sample(kind, name, given) for r in taken] for _ in range(args.repeats)]
+        rounds = [[r.answer(kind, name, given) for r in taken] for _ in range(args.repeats)]
         run.tell(f"{kind} {name}")
-        yield [asdict(repeated(samples)) for samples in zip(*rounds, strict=True)]
+        yield [repeated(rows) for rows in zip(*rounds, strict=True)]
 
 
 def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -274,7 +264,7 @@ BENCHMARK = Benchmark(
     "copies",
     __doc__,
     measure,
-    table_of,
+    FORM.of,
     ("--threads", *command.RESULTS),
     dict(new_tokens=200, max_len=2048, repeats=1),
     {

@@ -179,12 +179,13 @@ def _draw_gpu_attention(rows: Sequence[Row], axes: Axes) -> None:
 def speeds(record: Record) -> dict[str, dict[str, float]]:
     """Label of a setting of `benchmarks.copies` -> kind of text -> tokens a second."""
     sums: dict[str, dict[str, Any]] = {}
-    for sample in (copies.Sample(**row) for row in record["rows"]):
-        draft = "plain" if sample.setting == copies.PLAIN else sample.draft
-        has_k = sample.engine == copies.MTPC and sample.setting != copies.PLAIN
-        label = f"{sample.engine} {draft}{f' K={sample.setting}' * has_k}"
-        total = sums.setdefault(label, {}).setdefault(sample.text, np.zeros(2))
-        total += sample.tokens, sample.median
+    for row in record["rows"]:
+        engine, setting = row["engine"], row["setting"]
+        draft = "plain" if setting == copies.PLAIN else row["draft"]
+        has_k = engine == copies.MTPC and setting != copies.PLAIN
+        label = f"{engine} {draft}{f' K={setting}' * has_k}"
+        total = sums.setdefault(label, {}).setdefault(row["text"], np.zeros(2))
+        total += row["tokens"], copies.middle(row)
     return {
         label: {text: float(tokens / seconds) for text, (tokens, seconds) in kinds.items()}
         for label, kinds in sums.items()

@@ -8,8 +8,7 @@ Every sample is one process. *Cold* starts have no compiled code. *Warm* starts 
 starts leave; mtpc's have an empty Inductor cache and no compiler on the path. Warm engines are
 sampled in rounds. Files are in the page cache, so that disks play no part.
 
-The floor imports torch and maps the weights, which every engine must do. The torch.compile row is
-one compiled prefill without a decode step, so it prepares less than mtpc does.
+The floor imports torch and maps the weights, which every engine must do.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from mtpc.models.load import find_family
 
 LONGEST_REASON = 160
 """The most characters of a failure in the table; JSON and logs have the whole text."""
-PEERS = ("mtpc cold", "transformers eager", "torch.compile warm", "vLLM warm", "vLLM eager")
+PEERS = ("mtpc cold", "transformers eager", "vLLM warm", "vLLM eager")
 RATIOS = (
     ("mtpc warm", "floor"),
     ("mtpc warm", "floor and fresh memory"),
@@ -233,7 +232,6 @@ NOTES = (
     "python, import, load, token: medians of the stages that add up to the median.",
     "floor and fresh memory: the floor, and as many bytes as the weights have written once.",
     "mtpc warm: with an empty Inductor cache, without a C++ compiler; all buckets are loaded.",
-    "torch.compile: one prefill graph of this length, no decode step: less than mtpc prepares.",
     "agree, disagree: in every token that they went on to decode.",
     "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
 )

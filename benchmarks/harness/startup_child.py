@@ -146,7 +146,12 @@ def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
     import transformers
 
     reach("import")
-    model = _load_model(job)
+    model_class = getattr(transformers, job["hf_class"])
+    # transformers would list the MTP layer's tensors.
+    model_class._keys_to_ignore_on_load_unexpected = [job["mtp_pattern"]]
+    model = model_class.from_pretrained(
+        job["directory"], dtype=torch.bfloat16, local_files_only=True
+    ).eval()
     reach("load")
     ids = torch.tensor([job["prompt"]])
 
@@ -164,41 +169,6 @@ def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
     reach("token")
     version = transformers.__version__
     return {"continuation": generate(job["new_tokens"]), "transformers": version}
-
-
-def start_torch_compile(job: dict[str, Any], reach: Reach) -> Report:
-    """transformers' forward under `torch.compile`: prefill at this one length, and its argmax.
-
-    No KV cache, no decode step, no further bucket: that is LESS than what mtpc's start makes
-    ready. Compiling, or loading what an earlier process compiled, falls in the stage `token`.
-    """
-    import torch
-    from torch._dynamo.utils import counters
-
-    reach("import")
-    model = _load_model(job)
-    reach("load")
-    forward = torch.compile(model, dynamic=False)
-    with torch.no_grad():
-        logits = forward(torch.tensor([job["prompt"]]), use_cache=False, logits_to_keep=1).logits
-    token = int(logits[0, -1].argmax())
-    reach("token")
-    kinds = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
-    counted = {kind: counters["inductor"][kind] for kind in kinds}
-    counted["graph_breaks"] = sum(counters["graph_break"].values())
-    return {"continuation": [token], **counted}
-
-
-def _load_model(job: dict[str, Any]) -> Any:
-    """The target in bfloat16, without the MTP layer's tensors, which transformers would list."""
-    import torch
-    import transformers
-
-    model_class = getattr(transformers, job["hf_class"])
-    model_class._keys_to_ignore_on_load_unexpected = [job["mtp_pattern"]]
-    return model_class.from_pretrained(
-        job["directory"], dtype=torch.bfloat16, local_files_only=True
-    ).eval()
 
 
 COMPILED_AGAIN = "Compiling model again due to a load failure"
@@ -239,7 +209,6 @@ STARTS: dict[str, Callable[[dict[str, Any], Reach], Report]] = {
     "memory": start_memory,
     "mtpc": start_mtpc,
     "transformers": start_transformers,
-    "torch.compile": start_torch_compile,
     "vllm": start_vllm,
 }
 
@@ -268,8 +237,6 @@ ENGINES = (
     Engine("mtpc warm", "mtpc", "warm"),
     Engine("mtpc warm, text", "mtpc", "warm", is_text=True),
     Engine("transformers eager", "transformers"),
-    Engine("torch.compile cold", "torch.compile", "cold"),
-    Engine("torch.compile warm", "torch.compile", "warm"),
     Engine("vLLM cold", "vllm", "cold"),
     Engine("vLLM warm", "vllm", "warm"),
     Engine("vLLM eager", "vllm"),
@@ -290,7 +257,7 @@ def environment(
     """
     kind, state = engine.kind, engine.state
     # vLLM keeps what it found out about model classes, too, which spares eager starts a process.
-    kept = cache if kind == "vllm" or (kind == "torch.compile" and state) else scratch
+    kept = cache if kind == "vllm" else scratch
     extra = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",

@@ -52,8 +52,8 @@ def fields(text: str) -> list[Column]:
     found = []
     for each in text.split(", "):
         named, _, form = each.partition(":")
-        heading, _, name = named.partition("=")
-        found.append(Column(heading, name, form))
+        heading, _, name = named.rpartition("=")
+        found.append(Column(heading or name, name, form))
     return found
 
 
