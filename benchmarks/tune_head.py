@@ -1,28 +1,26 @@
 """Accepted drafts on held-out text, before and after `mtpc tune-head` or `mtpc train-draft`.
 
     python examples/train_demo_model.py --texts-only --out texts
-    python -m benchmarks.tune_head mtpc/demo texts/train.txt --held-out texts/held-out.txt \\
-        --batch 8 --learning-rate 8e-4 --steps 3100 --continuations 5000 --out RESULTS.json
-    python -m benchmarks.tune_head TARGET TEXT ... --form mtp --minutes 60 --keep DRAFTS
+    python -m benchmarks.tune_head --out RESULTS.json tune-head mtpc/demo texts/train.txt \\
+        --held-out texts/held-out.txt --batch 8 --learning-rate 8e-4 --steps 3100 --out tuned
+    python -m benchmarks.tune_head --out RESULTS.json train-draft TARGET TEXT ... --out DRAFTS
 
-With `--form` a drafter is trained for a model that has none. Drafts are counted by mtpc's engine,
-in greedy decoding with K drafts.
+The words after the benchmark's own options are the command, as `mtpc` takes it. Drafts are counted
+by mtpc's engine, in greedy decoding with K drafts.
 """
 
 from __future__ import annotations
 
-import tempfile
+import argparse
+import json
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 
 from benchmarks.harness import command
 from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
+from mtpc.cli.arguments import parse
+from mtpc.cli.main import main as mtpc_main
 from mtpc.engine.stats import DraftCounts
-from mtpc.tuning.forms import FORMS
-from mtpc.tuning.run import Plan, Tuning
-from mtpc.tuning.train import Schedule
 
 
 def _rows(record: Record) -> list[Row]:
@@ -68,16 +66,15 @@ FORM = TableForm(
 
 
 def measure(run: Run) -> Iterator[list[Row]]:
-    """Train; what is counted are facts of the record, which has no rows."""
-    args = run.args
-    schedule = Schedule(args.steps, args.minutes, args.batch, args.learning_rate, args.seed)
-    plan = Plan(schedule, args.length, args.continuations, args.prompts, args.max_new_tokens,
-                args.vocabulary, args.disk)  # fmt: skip
-    with tempfile.TemporaryDirectory() as scratch:
-        out = args.keep or Path(scratch, "tuned")
-        files = (args.checkpoint, args.texts, args.held_out, out)
-        tuning = Tuning(*files, plan, {"spec_tokens": args.spec_tokens}, run.tell, args.form)
-        run.facts |= asdict(tuning.run(args.resume))
+    """Run the command; what it counts are facts of the record, which has no rows."""
+    words, found = run.args.command, run.workdir / "found.json"
+    asked = vars(parse(words))
+    run.args.command = words[0]
+    numbers = {name: value for name, value in asked.items() if isinstance(value, (int, float))}
+    vars(run.args).update(numbers, form=asked.get("form"))
+    if mtpc_main([*words, "--json", str(found)]):
+        raise SystemExit(f"mtpc {words[0]} failed")
+    run.facts |= json.loads(found.read_text())
     yield []
 
 
@@ -86,30 +83,7 @@ BENCHMARK = Benchmark(
     __doc__,
     measure,
     FORM.of,
-    (*command.RESULTS, "--seed"),
-    dict(threads=1, spec_tokens=3),
-    {
-        "checkpoint": dict(type=Path),
-        "texts": dict(nargs="+", type=Path, metavar="TEXT"),
-        "--held-out": dict(action="append", default=[], type=Path, metavar="TEXT"),
-        "--keep": dict(type=Path, metavar="DIR", help="keep the new checkpoint there"),
-        "--resume": dict(
-            action="store_true", help="go on with a run that was killed, of --keep DIR"
-        ),
-        "--form": dict(
-            choices=sorted(FORMS),
-            help="train a new drafter of this form; default: the checkpoint's own MTP layers",
-        ),
-        "--minutes": dict(type=float, metavar="M"),
-        "--steps": command.NUMBER,
-        "--learning-rate": dict(type=float, default=1e-3),
-        "--batch": command.NUMBER | dict(default=12),
-        "--length": command.NUMBER | dict(default=192),
-        "--continuations": dict(type=int, default=1024),
-        "--vocabulary": command.NUMBER | dict(default=Plan.vocabulary),
-        "--disk": command.NUMBER | dict(default=Plan.disk, metavar="BYTES"),
-        "--prompts": command.NUMBER | dict(default=128),
-        "--max-new-tokens": command.NUMBER | dict(default=64),
-    },
+    command.RESULTS,
+    options={"command": dict(nargs=argparse.REMAINDER, help="tune-head or train-draft")},
 )
 main, table = BENCHMARK.commands(__name__)
