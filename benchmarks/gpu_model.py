@@ -3,22 +3,16 @@
     python -m benchmarks.gpu_model                            # needs Triton; nothing is run
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
-    python -m benchmarks.gpu_model --device h100 --measured benchmarks/results/h100/gpu.json \\
-        --cases glm4-0.5b:1:0 glm4-0.5b:1:3 glm4-8b:64:0 --context 72
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with uninitialised weights. Times are computed; `--measured` puts the
-profiles of a record of benchmarks.gpu_record beside them.
+and scheduled by Inductor, with uninitialised weights. Times are computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.count import Lowered, lowered
@@ -44,10 +38,6 @@ CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:
 BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
 """Passes that are disabled for the first count."""
 SLOWEST, WHOLE = 5, "whole step"
-_LIBRARY = re.compile(r"nvjet|cutlass|cublas|gemv|Cijk_|splitK|dot_kernel|reduce_1Block")
-_GENERATED = re.compile(r"triton_(poi|red|per)_")
-_MOST_OFF = 0.1
-"""Share of a step's launches that a profile may lack."""
 
 
 @dataclass(frozen=True)
@@ -84,69 +74,19 @@ class Case:
 
 def measure(run: Run) -> Iterator[list[Row]]:
     """The rows of each case."""
-    args = run.args
     run.facts["machine"] = ON_PAPER
-    seen = json.loads(args.measured.read_text())["rows"] if args.measured else ()
-    cases, args.cases = args.cases, " ".join(map(str, args.cases))
-    args.measured = str(args.measured or "")
+    cases, run.args.cases = run.args.cases, " ".join(map(str, run.args.cases))
     for case in cases:
         run.tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
-        profile = profile_of(seen, case)
-        yield [
-            {**row, "measured": measured(row["operator"], row["names"], profile)}
-            for row in case_rows(case, args.context, args.device)
-        ]
+        yield case_rows(case, run.args.context, run.args.device)
 
 
 def unfilled(shape: str, layers: int) -> LoadedModel:
     """A model of a shape with uninitialised weights, which take no memory."""
-    loaded, _ = build(shape, "meta", layers, accepting=False)
+    loaded = build(shape, "meta", layers, accepting=False)
     for module in (loaded.target, *loaded.mtp_layers):
         module.to_empty(device="cpu")
     return loaded
-
-
-def profile_of(rows: Sequence[Mapping[str, Any]], case: Case) -> dict[str, float]:
-    """Seconds of each kernel of a case's step, and of the step under the name `WHOLE`.
-
-    They are of the last run that lists nearly all kernels, and whose kernels do not overlap; {} if
-    there is none.
-
-    Args:
-        rows: of a record of benchmarks.gpu_record.
-        case: greedy; of another, nothing is measured.
-    """
-    wanted = (case.shape, case.spec_tokens, case.batch)
-    same = [r for r in rows if (r["shape"], r["spec_tokens"], r["batch"]) == wanted]
-    found: dict[str, float] = {}
-    for whole in same if not case.sampled else ():
-        if whole["part"] not in ("speed", "profile") or "kernels" not in whole:
-            continue
-        kernels = [r for r in same if (r["part"], r["run"]) == ("kernel", whole["run"])]
-        count, ms = (sum(r[name] for r in kernels) for name in ("kernels", "ms_device"))
-        is_whole = abs(count - whole["kernels"]) <= _MOST_OFF * whole["kernels"]
-        if is_whole and ms <= whole["ms_device"]:
-            found = {r["engine"]: 1e-3 * r["ms_device"] for r in kernels}
-            found[WHOLE] = 1e-3 * whole["ms_device"]
-    return found
-
-
-def measured(operator: str, names: Sequence[str], profile: Mapping[str, float]) -> float | None:
-    """Seconds of an operator's kernels in a profile; None if it has none of them.
-
-    Args:
-        operator: its name, or `WHOLE`.
-        names: of its kernels.
-        profile: as `profile_of` returns it.
-    """
-    from benchmarks.gpu.traffic import GENERATED, LIBRARY
-
-    if operator == WHOLE:
-        return profile.get(WHOLE)
-    classes = {LIBRARY: _LIBRARY, GENERATED: _GENERATED}
-    patterns = [classes.get(name, re.compile(re.escape(name))) for name in names]
-    found = [s for kernel, s in profile.items() if any(p.search(kernel) for p in patterns)]
-    return sum(found) if found else None
 
 
 def case_rows(case: Case, context: int, device: str) -> list[dict[str, Any]]:
@@ -247,7 +187,7 @@ FORM = TableForm(
         ),
         Column(
             "us measured", "measured", ".0f",
-            "of the operator's kernels in a profile, and of the whole step by events.", 1e6,
+            "in older records: of the operator's kernels in a profile.", 1e6,
         ),
     ),
     (
@@ -270,9 +210,6 @@ BENCHMARK = Benchmark(
         ),
         "--context": command.NUMBER | dict(default=4096, help="tokens of a request"),
         "--device": dict(choices=("h100", "h200"), default="h200"),
-        "--measured": dict(
-            type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles"
-        ),
     },
 )
 main, table = BENCHMARK.commands(__name__)
