@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bench import HEADROOM, Benchmark, Run
-from benchmarks.harness.decoders import MtpcDecoder
-from benchmarks.harness.machine import CpuWatch
+from benchmarks.harness.decoders import Decoder, MtpcDecoder
+from benchmarks.harness.rounds import Case
 from benchmarks.harness.tables import Column, Record, Row, TableForm
 from benchmarks.peers.llama_decoder import LlamaDecoder
 from benchmarks.real_size import start
@@ -39,8 +37,28 @@ def measure(run: Run) -> Iterator[list[Row]]:
         if path := getattr(run.args, name):
             run.facts[name] = _described(path)
     cache = run.workdir.absolute() / "cache"
-    yield from _starts(run, cache)
-    yield _steps(run, cache)
+    run.tell("build the kernels")
+    build_kernels(EntryStore(cache))
+    once = partial(start, run.args.file.absolute(), cache, 0, 2, PROMPT)
+    cold, warm = Case(dict(what="cold"), once), Case(dict(what="warm"), once)
+    cold.attempt(run.tell)
+    run.sample([warm])
+    for name, case in (("cold", cold), ("warm", warm)):
+        yield [_row(f"{name} start", case, run, "first_token_s")]
+        yield [_row(f"{name} peak", case, run, "peak_bytes", 1 / MIB)]
+    cases = _cases(run, cache)
+    run.sample(cases)
+    yield [_row(case.row["what"], case, run, "mtpc") for case in cases]
+
+
+def _row(what: str, case: Case, run: Run, ours: str, factor: float = 1) -> Row:
+    """All samples that count, of each engine."""
+    kept = case.undisturbed(run.args.max_foreign) or case.samples
+    theirs = [sample["llama"] for sample in kept if "llama" in sample]
+    foreign = [sample["foreign_share"] for sample in kept]
+    return dict(
+        what=what, mtpc=[factor * sample[ours] for sample in kept], llama=theirs, foreign=foreign
+    )
 
 
 def _described(path: Path) -> dict[str, int | str]:
@@ -49,62 +67,9 @@ def _described(path: Path) -> dict[str, int | str]:
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
 
 
-def _starts(run: Run, cache: Path) -> Iterator[list[Row]]:
-    run.tell("build the kernels")
-    build_kernels(EntryStore(cache))
-    for name, count in (("cold", 1), ("warm", run.args.repeats)):
-        found, foreign = list[Row](), list[float]()
-        for _ in range(count):
-            watch = CpuWatch()
-            found.append(start(run.args.file.absolute(), cache, 0, 2, PROMPT))
-            foreign.append(watch.foreign_share())
-            run.tell(f"{name} start: {found[-1]['first_token_s']:.2f} s")
-        common: Row = {"llama": [], "foreign": foreign}
-        yield [
-            {"what": f"{name} start", "mtpc": [f["first_token_s"] for f in found], **common},
-            {"what": f"{name} peak", "mtpc": [f["peak_bytes"] / MIB for f in found], **common},
-        ]
-
-
-@dataclass(frozen=True)
-class Engines:
-    """Both engines on one file.
-
-    Attributes:
-        args: the command line.
-        model: mtpc's; it has a bucket for each batch.
-        llama: None if it is not measured.
-    """
-
-    args: Any
-    model: mtpc.SpecModel
-    llama: LlamaDecoder | None
-    _generator: torch.Generator = field(default_factory=torch.Generator)
-
-    def _tokens(self, length: int) -> list[int]:
-        most = self.model.served.vocab_size // 2  # Special tokens are above.
-        found = torch.randint(most, (length,), generator=self._generator)
-        return [int(each) for each in found]
-
-    def step_ms(self, batch: int) -> tuple[float, float | None]:
-        """Milliseconds of a decode step, in each."""
-        context, count, theirs = self.args.context, self.args.new_tokens, None
-        prompts = [self._tokens(context) for _ in range(batch)]
-        ours = MtpcDecoder(self.model, 0.0).decode(prompts, count).ms_per_step
-        if self.llama:
-            theirs = 1e3 * self.llama.run(batch, context, count).decode_s / count
-        return ours, theirs
-
-    def prompt_s(self) -> tuple[float, float | None]:
-        """Seconds of a prompt's prefill, in each."""
-        length, before = self.args.prompt, self.model.stats.prefill_s
-        self.model.generate([self._tokens(length)], 1, ignore_eos=True)
-        theirs = self.llama.run(1, length, 1).prompt_s if self.llama else None
-        return self.model.stats.prefill_s - before, theirs
-
-
-def _steps(run: Run, cache: Path) -> list[Row]:
-    args = run.args
+def _cases(run: Run, cache: Path) -> list[Case]:
+    """Milliseconds of a decode step of each batch, and seconds of a prompt, in each engine."""
+    args, generator = run.args, torch.Generator()
     model = mtpc.compile(
         args.file,
         cache_dir=cache,
@@ -113,25 +78,23 @@ def _steps(run: Run, cache: Path) -> list[Row]:
         prefill_chunk=args.prompt,
         max_len=max(args.prompt, args.context + args.new_tokens) + HEADROOM,
     )
-    threads, file = torch.get_num_threads(), (args.llama_file or args.file).absolute()
-    llama = LlamaDecoder(args.llama_bench, file, "", threads) if args.llama_bench else None
-    engines = Engines(args, model, llama)
-    cases: dict[str, Callable[[], tuple[float, float | None]]] = {
-        f"decode, batch {b}": partial(engines.step_ms, b) for b in args.batches
-    }
-    cases[f"prompt of {args.prompt}"] = engines.prompt_s
-    rows: list[Row] = [{"what": what, "mtpc": [], "llama": [], "foreign": []} for what in cases]
-    for turn in range(args.repeats + 1):
-        for row, (what, sample) in zip(rows, cases.items(), strict=True):
-            watch = CpuWatch()
-            ours, theirs = sample()
-            run.tell(f"round {turn}: {what}: {ours:.3g}, llama.cpp {theirs}")
-            if turn > 0:  # The first one warms up.
-                row["mtpc"].append(ours)
-                row["llama"] += [] if theirs is None else [theirs]
-                row["foreign"].append(watch.foreign_share())
-    model.close()
-    return rows
+    engines: dict[str, Decoder] = {"mtpc": MtpcDecoder(model, 0.0)}
+    if args.llama_bench:
+        threads, file = torch.get_num_threads(), (args.llama_file or args.file).absolute()
+        engines["llama"] = LlamaDecoder(args.llama_bench, file, "", threads)
+    most = model.served.vocab_size // 2  # Special tokens are above.
+
+    def steps(batch: int) -> Row:
+        prompts = torch.randint(most, (batch, args.context), generator=generator).tolist()
+        return {n: e.decode(prompts, args.new_tokens).ms_per_step for n, e in engines.items()}
+
+    def prompt() -> Row:
+        prompts = torch.randint(most, (1, args.prompt), generator=generator).tolist()
+        return {name: engine.prefill(prompts).seconds for name, engine in engines.items()}
+
+    works = {f"decode, batch {b}": partial(steps, b) for b in args.batches}
+    works[f"prompt of {args.prompt}"] = partial(prompt)
+    return [Case(dict(what=what), work, work) for what, work in works.items()]
 
 
 def _of(engine: str, pick: Callable[[Sequence[float]], float]) -> Callable[..., float | None]:
@@ -173,7 +136,7 @@ BENCHMARK = Benchmark(
     __doc__,
     measure,
     FORM.of,
-    ("--threads", "--llama-bench", "--gguf-python", *command.FILES),
+    ("--threads", "--max-foreign", "--llama-bench", "--gguf-python", *command.FILES),
     dict(batches=[1, 4, 8], new_tokens=64, repeats=5),
     {
         "file": dict(type=Path, help="a GGUF file"),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -172,12 +171,10 @@ class TransformersDecoder(Decoder):
         more = {"use_mtp": True} if self.spec_tokens else {}
         self._generate(prompts, new_tokens, stopping_criteria=StoppingCriteriaList([clock]), **more)
         # The first interval holds the draft's prefill, the last one drafts beyond the limit.
-        intervals = list(pairwise(clock.ticks))[1:-1]
-        steps = len(intervals)
-        length = sum(after.length - before.length for before, after in intervals)
-        rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
-        seconds = sum(after.seconds - before.seconds for before, after in intervals)
-        return Decoded(steps, length * len(prompts), seconds, rate)
+        (begin, before), *ticks = clock.ticks[1:-1]
+        steps, (end, after) = len(ticks), ticks[-1]
+        rate = ((after - before) / steps - 1) / self.spec_tokens if self.spec_tokens else None
+        return Decoded(steps, (after - before) * len(prompts), end - begin, rate)
 
     def first_token(self, prompt: list[int]) -> None:
         self._generate([prompt], 1)
@@ -188,18 +185,12 @@ class TransformersDecoder(Decoder):
         self.model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **more)
 
 
-@dataclass(frozen=True)
-class _Tick:
-    seconds: float
-    length: int
-
-
 @dataclass
 class _StepClock(StoppingCriteria):
     """Never stops anything; notes the time and the sequence length after every iteration."""
 
-    ticks: list[_Tick] = field(default_factory=list)
+    ticks: list[tuple[float, int]] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.ticks.append(_Tick(time.perf_counter(), input_ids.shape[1]))
+        self.ticks.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
