@@ -40,7 +40,7 @@ from benchmarks.gpu.gate import (
     check_shape,
 )
 from benchmarks.gpu.kernels import kernel_times
-from benchmarks.gpu.machine import GpuMachine, Machine
+from benchmarks.gpu.machine import Machine, gpu_machine
 from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import FIGURES, Row, RowFile, figures, findings
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ[variable] = str(args.cache_dir.resolve() / folder)
     command.quiet()
     try:
-        machine = Machine() if args.dry_run else GpuMachine()
+        machine = Machine() if args.dry_run else gpu_machine()
     except MtpcError as error:
         print(f"{error}; --dry-run goes through every step on the null device", file=sys.stderr)
         return 2

@@ -22,18 +22,6 @@ from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep, Program, StepBinder
 
-OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
-"""Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
-
-NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
-"""Inductor fuses most of the same."""
-VARIANTS = (
-    ("default passes", (), ()),
-    ("without passes", OPTIONAL_PASSES, ()),
-    ("norms fused by Inductor", NORM_PASSES, ()),
-)
-"""Of a profile: what it is called, passes disabled, passes enabled."""
-
 
 class TimedProgram:
     """A program that times its decode replays: on the device, and until the launch returns.

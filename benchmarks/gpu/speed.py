@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 
-from benchmarks.gpu.engines import VARIANTS, Fused, TimedProgram
+from benchmarks.gpu.engines import Fused, TimedProgram
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import build, weigh
 from benchmarks.gpu.profile import fill_floor, gap_rows, kernel_rows, launches_in
@@ -24,11 +25,17 @@ from mtpc.plan import make_plan
 PAGE = 16
 PROMPTS_AT_ONCE = 16
 """That share a prefill step, at most."""
-PROFILES = {
-    f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
-    for name, disabled, enabled in VARIANTS
-} | {f"{FUSED}, batch-invariant": {"batch_invariant": True}}
-"""And the options of each."""
+OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
+"""Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
+NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
+"""Inductor fuses most of the same."""
+PROFILES: dict[str, dict[str, Any]] = {
+    f"{FUSED}, default passes": {},
+    f"{FUSED}, without passes": {"disabled_passes": OPTIONAL_PASSES},
+    f"{FUSED}, norms fused by Inductor": {"disabled_passes": NORM_PASSES},
+    f"{FUSED}, batch-invariant": {"batch_invariant": True},
+}
+"""A row of a profile -> its options."""
 NOTES = {
     APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
     COMPILED: "torch.compile of the same modules piecewise: our pieces, each compiled by Inductor "
