@@ -16,23 +16,21 @@ run a case, that is reported, and there is no row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-import mtpc
 from benchmarks.harness import command
 from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.decoders import Decoder, MtpcDecoder
 from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
 from benchmarks.peers.llama_decoder import LlamaFiles
 from benchmarks.peers.llama_server import LlamaServer
-from benchmarks.peers.vllm_decoder import VLLM, VllmDecoder, VllmError
+from benchmarks.peers.vllm_decoder import VllmDecoder, VllmError
 from mtpc.models import FAMILIES
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import build_mtp_layer
@@ -105,41 +103,16 @@ def write(family_name: str, directory: Path) -> Path:
     return save_checkpoint(target, [layer.to(torch.bfloat16)], directory, family)
 
 
-Answer = tuple[float, list[int], int]
-"""Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """An engine that answers one prompt after another, until it is closed."""
-
-    engine: str
-    spec_tokens: int
-    answer: Callable[[list[int]], Answer]
-    close: Callable[[], None] = lambda: None
-
-
-def _ours(spec: mtpc.SpecModel, prompt: list[int]) -> Answer:
-    before = spec.stats.reused_tokens
-    answer = spec.generate(prompt, ANSWER, ignore_eos=True)
-    return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
-
-
-def _vllms(peer: VllmDecoder, prompt: list[int]) -> Answer:
-    done = peer.ask(turn=prompt, new_tokens=ANSWER)
-    return done["seconds"], done["answer"], done["reused"]
-
-
-def turns(chat: Chat, model: str, length: int, seed: int) -> Iterator[Row]:
+def turns(chat: Decoder, model: str, length: int, seed: int) -> Iterator[Row]:
     """A cold start, and the turns that continue it; seconds are those to the first token."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 8192, (length + MESSAGE,), generator=generator).tolist()
     prompt, message = ids[:length], ids[length:]
-    cold, answer, known = chat.answer(prompt)
+    cold, answer, known = chat.turn(prompt, ANSWER)
     if known:
         raise RuntimeError(f"{chat.engine} knew {known} tokens of a prompt that it never had")
     for turn, left_out in TURNS.items():
-        seconds, _, reused = chat.answer(prompt + answer[left_out:] + message)
+        seconds, _, reused = chat.turn(prompt + answer[left_out:] + message, ANSWER)
         case = dict(model=model, engine=chat.engine, spec_tokens=chat.spec_tokens)
         figures = dict(cold_s=cold, turn_s=seconds, reused=reused)
         yield {**case, "prompt_tokens": length, "turn": turn, **figures}
@@ -195,29 +168,25 @@ def measure(run: Run) -> Iterator[list[Row]]:
                     yield rows
 
 
-def _chats(model: str, directory: Path, run: Run) -> Iterator[Chat]:
+def _chats(model: str, directory: Path, run: Run) -> Iterator[Decoder]:
     """Yield the engines of a model. Each is started after the previous one has ended."""
     args, longest = run.args, run.args.prompt_tokens + 4 * ANSWER
     for k in args.spec_tokens:
         run.tell(f"compile {model} K={k}")
         options = dict[str, Any](batch_buckets=(1,), max_len=longest, backend=args.backend)
-        spec = mtpc.compile(directory, spec_tokens=k, **options)
-        yield Chat("mtpc", k, partial(_ours, spec))
+        yield MtpcDecoder.compile(directory, spec_tokens=k, **options)
     for k in args.spec_tokens if args.vllm_python else ():
         run.tell(f"start vLLM, {model} K={k}")
         place = (directory, k, longest, 1, directory.parent / "vllm" / model)
         try:
-            peer = VllmDecoder(args.vllm_python, *place, enable_prefix_caching=True)
+            yield VllmDecoder(args.vllm_python, *place, enable_prefix_caching=True)
         except VllmError as error:
             run.tell(f"vLLM does not run {model} at K={k}: {error}")
-            continue
-        yield Chat(VLLM, k, partial(_vllms, peer), peer.close)
     if args.llama_bench and model == "mimo":
         run.tell("start llama.cpp's server")
         files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
         log, threads = directory.parent / "llama-server.log", torch.get_num_threads()
-        server = LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log)
-        yield Chat("llama.cpp", 0, partial(server.answer, new_tokens=ANSWER), server.close)
+        yield LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log)
 
 
 BENCHMARK = Benchmark(

@@ -19,6 +19,8 @@ import mtpc
 from mtpc.engine.stats import DecodeCounts
 
 Prompts = Sequence[list[int]]
+Turn = tuple[float, list[int], int]
+"""Seconds to the first token, the tokens, and the number of reused prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,10 @@ class Decoder:
 
     def first_token(self, prompt: list[int]) -> object:
         """A prompt's first new token; for `prefill`."""
+        raise NotImplementedError
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        """Answer a prompt greedily, by exactly `new_tokens`, with what is known of it."""
         raise NotImplementedError
 
     def renew(self) -> bool:
@@ -148,6 +154,11 @@ class MtpcDecoder(Decoder):
         self.model.engine.add(prompt, 1)
         while self.model.engine.has_work:
             self.model.engine.step()
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        before = self.model.stats.reused_tokens
+        answer = self.model.generate(prompt, new_tokens, ignore_eos=True)
+        return answer.first_token_s, list(answer), self.model.stats.reused_tokens - before
 
 
 class TransformersDecoder(Decoder):

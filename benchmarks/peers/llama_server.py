@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.decoders import Decoded, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts, Turn
 from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaError, LlamaFiles, tail
 
 SERVER = "llama-server"
 _START_S, _POLL_S = 120.0, 0.1
 
 
-class LlamaServer:
+class LlamaServer(Decoder):
     """A server's process.
 
     Args:
@@ -37,6 +37,8 @@ class LlamaServer:
     Raises:
         LlamaError: it did not start.
     """
+
+    engine, spec_tokens = "llama.cpp", 0
 
     def __init__(
         self,
@@ -69,13 +71,11 @@ class LlamaServer:
         self._process.terminate()
         self._process.wait()
 
-    def answer(self, prompt: list[int], new_tokens: int) -> tuple[float, list[int], int]:
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
         """Continue a prompt greedily, by exactly `new_tokens`.
 
-        Returns:
-            The seconds to the first token, the tokens, and the number of reused prompt tokens. The
-            server itself measures the seconds, because its stream omits tokens that end in half a
-            character.
+        The server itself measures the seconds, because its stream omits tokens that end in half a
+        character.
 
         Raises:
             LlamaError: the server refuses the request or gives fewer tokens.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts, Turn
 from benchmarks.peers import vllm_host
 
 VLLM = "vLLM"
@@ -114,6 +114,11 @@ class VllmDecoder(Decoder):
         return _decoded(
             {**self.ask(prefill=list(prompts)), "steps": len(prompts), "tokens": tokens}
         )
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        """Answer a prompt; the process measures the time."""
+        done = self.ask(turn=prompt, new_tokens=new_tokens)
+        return done["seconds"], done["answer"], done["reused"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

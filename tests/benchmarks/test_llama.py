@@ -173,9 +173,9 @@ def test_a_servers_answer_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
     try:
-        assert server.answer([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
+        assert server.turn([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
         with pytest.raises(LlamaError, match="gave 2 tokens; expected 3"):
-            server.answer([1], 3)
+            server.turn([1], 3)
     finally:
         server.close()
     (tmp_path / SERVER).write_text("#!/bin/sh\necho no model; exit 1\n")
