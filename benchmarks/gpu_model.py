@@ -19,8 +19,7 @@ from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
-from benchmarks.harness.bench import Benchmark, Run
-from benchmarks.harness.results import ON_PAPER
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
 from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc import CompileOptions
 from mtpc.capture.graph import StepGraph

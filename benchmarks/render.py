@@ -27,8 +27,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.results import to_markdown
-from benchmarks.harness.tables import Record, Table, pipes
+from benchmarks.harness.tables import Record, Table, pipes, to_markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of what was made -->"

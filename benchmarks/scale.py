@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.bench import Benchmark, Run
-from benchmarks.harness.results import ON_PAPER
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
 from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes

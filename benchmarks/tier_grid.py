@@ -16,9 +16,8 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.harness import command
-from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
 from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, Moment, decode, measured
-from benchmarks.harness.results import ON_PAPER
 from benchmarks.harness.tables import Record, Row, Table
 from mtpc.engine.tiers import TierPolicy
 

@@ -21,9 +21,8 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.harness import command, rounds
 from benchmarks.harness.decoders import Prompts
-from benchmarks.harness.machine import BandwidthProbe
+from benchmarks.harness.machine import BandwidthProbe, describe_machine, describe_versions
 from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.results import new_record, write_record
 from benchmarks.harness.rounds import Case, Tell
 from benchmarks.harness.tables import Record, Row, Table
 
@@ -198,3 +197,38 @@ def read_report(process: subprocess.Popen[str], what: str) -> Any:
     if process.returncode:
         raise SystemExit(f"{what} ended with status {process.returncode}")
     return json.loads(said.splitlines()[-1])
+
+
+ON_PAPER = {"cpu": "no machine: computed on paper"}
+"""The `machine` of a record of figures that follow from sizes."""
+
+
+def new_record(benchmark: str, args: argparse.Namespace, measured: Mapping[str, Any]) -> Record:
+    """The record of a run.
+
+    Args:
+        benchmark: the module that ran.
+        args: its command line; paths are left out, and so is what was not given.
+        measured: what else the record holds, `rows` among it.
+    """
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    arguments = {name: value for name, value in given.items() if not _has_path(value)}
+    return {
+        "benchmark": benchmark,
+        "machine": describe_machine(),
+        "versions": describe_versions(),
+        "arguments": arguments,
+        **measured,
+    }
+
+
+def _has_path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, list) and any(map(_has_path, value)))
+
+
+def write_record(path: Path | None, record: Record) -> None:
+    """Write a record as JSON, and the folders that it lacks; None writes nothing."""
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without indentation: samples of serving are traces, a line a number.
+        path.write_text(json.dumps(record))

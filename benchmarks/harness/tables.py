@@ -160,3 +160,12 @@ class TableForm:
 def pipes(columns: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a table in Markdown."""
     return [f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *cells)]
+
+
+def to_markdown(record: Record, table: Table) -> str:
+    """The table, its notes, and what it was measured on."""
+    notes = list(table.notes)
+    for name in ("machine", "versions", "arguments"):
+        if record[name]:
+            notes.append(f"{name}: {', '.join(f'{k} {v}' for k, v in record[name].items())}")
+    return "\n".join([*pipes(table.columns, table.cells), "", *(f"- {n}" for n in notes), ""])

@@ -14,7 +14,7 @@ from benchmarks import compile as benchmark
 from benchmarks.compile import LARGE
 from benchmarks.harness.large import write_hollow
 from benchmarks.harness.models import MOE_SHAPES, SHAPES, Shape, write_checkpoint
-from benchmarks.harness.results import to_markdown
+from benchmarks.harness.tables import to_markdown
 from mtpc.weights.checkpoint import Checkpoint
 
 GIB = 2**30

@@ -10,8 +10,7 @@ import pytest
 
 from benchmarks import copies, plot
 from benchmarks.copies import FREE, LLAMA, MTPC, batches, gain, prompts, repeated, table
-from benchmarks.harness.bench import Run
-from benchmarks.harness.results import new_record
+from benchmarks.harness.bench import Run, new_record
 from benchmarks.harness.tables import Row
 from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 

@@ -24,9 +24,8 @@ from benchmarks.harness.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.harness.results import to_markdown
 from benchmarks.harness.rounds import Case, decode_case, sample
-from benchmarks.harness.tables import Row
+from benchmarks.harness.tables import Row, to_markdown
 from mtpc.models.families.nextn import GLM4_MOE
 
 K = 1
