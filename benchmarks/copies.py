@@ -136,12 +136,12 @@ def alone(run: Callable[[str], Counts], prompts: list[str]) -> Counts:
     return run(prompt)
 
 
-def weights_of(checkpoint: Path, dtype: str | None) -> str:
-    """What mtpc multiplies by: a dtype, or the types of a GGUF file's matrices."""
+def weights_of(checkpoint: Path) -> str:
+    """What an engine multiplies by: a dtype, or the types of a GGUF file's matrices."""
     opened = Checkpoint(checkpoint)
     matrices = [tensor for tensor in opened.tensors.values() if len(tensor.shape) > 1]
     kinds = {t.block.name for t in matrices if isinstance(t, GgufTensor)}
-    entries = (dtype, opened.text_config.get("dtype"), opened.text_config.get("torch_dtype"))
+    entries = (opened.text_config.get("dtype"), opened.text_config.get("torch_dtype"))
     return "+".join(sorted(kinds)) or str(next(filter(None, entries), "float32"))
 
 
@@ -153,7 +153,7 @@ def name_of(draft: str) -> str:
 
 def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Runner]:
     """A runner for each setting of mtpc, warmed up, and for each of llama.cpp's types."""
-    weights = weights_of(args.checkpoint, args.dtype)
+    weights = weights_of(args.checkpoint)
     plain = [("none", PLAIN)] if PLAIN in args.settings else []
     drafted = [setting for setting in args.settings if setting != PLAIN]
     for draft, setting in chain(plain, product(map(str, args.drafts), drafted)):
@@ -164,7 +164,7 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
         yield Runner(case, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
-        held = weights_of(file, None)
+        held = weights_of(file)
         threads = args.threads or torch.get_num_threads()
         for kind in args.llama_types:
             how = (args.llama, file, kind, args.new_tokens, args.max_len, threads)
@@ -175,9 +175,7 @@ def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[R
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
     """A model of one setting: a number of drafts, or one that is chosen, with budgets or not."""
-    options: dict[str, Any] = dict(
-        batch_buckets=(args.batch,), max_len=args.max_len, dtype=args.dtype
-    )
+    options: dict[str, Any] = dict(batch_buckets=(args.batch,), max_len=args.max_len)
     if setting != PLAIN:
         options["draft"] = draft
     if setting in ("auto", "budget"):
@@ -294,7 +292,6 @@ BENCHMARK = Benchmark(
             nargs="+", default=["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"],
             metavar="TYPE", help="of --spec-type",
         ),
-        "--dtype": dict(metavar="NAME", help="of the weights; default: the checkpoint's"),
     },
     _check,
 )  # fmt: skip
