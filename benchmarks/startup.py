@@ -205,8 +205,9 @@ def same_tokens(rows: Sequence[Row]) -> dict[str, bool]:
 
 
 def _notes(record: Record) -> list[str]:
-    same = [f"{n}: all starts {'dis' * (not s)}agree" for n, s in record["same_tokens"].items()]
-    return [*record["ratios"], *same, *NOTES]
+    alike = record.get("same_tokens", {}).items()  # A run that ended early has none.
+    same = [f"{name}: all starts {'dis' * (not are)}agree" for name, are in alike]
+    return [*record.get("ratios", ()), *same, *NOTES]
 
 
 def _samples(row: Row, rows: Sequence[Row]) -> str:

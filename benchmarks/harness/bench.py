@@ -1,8 +1,8 @@
 """A benchmark as a declaration: its options, the function that measures, and its table.
 
 `Benchmark.main` is the command line of each, and `to_table` what `benchmarks.render` calls.
-A function that measures gets a `Run`, and yields rows part by part; each part is written when it
-is done, so that an interrupt loses the running one only.
+A function that measures gets a `Run`, and yields rows part by part. What is done is written after
+each part and each round of samples, so that an interrupt loses the running one only.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Run:
         tell: hears of progress.
         workdir: for checkpoints, caches and logs.
         facts: entries of the record beside its rows.
+        rows: of the parts that are done.
         failed: whether the exit code is 1.
     """
 
@@ -48,6 +49,7 @@ class Run:
     tell: Tell
     workdir: Path
     facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
     failed: bool = False
 
     @cached_property
@@ -78,8 +80,22 @@ class Run:
         return rounds.random_prompts(count, length, self.vocab_size, self.args.seed)
 
     def sample(self, cases: Sequence[Case]) -> list[Row]:
-        """The rows of cases, by `--repeats` and `--max-foreign`."""
-        return rounds.sample(cases, self.args.repeats, self.args.max_foreign, self.tell)
+        """The rows of cases, by `--repeats` and `--max-foreign`; each round is written."""
+        args = self.args
+
+        def rows() -> list[Row]:
+            return [case.result(args.max_foreign) for case in cases]
+
+        for _ in rounds.sample(cases, args.repeats, args.max_foreign, self.tell):
+            self.write(rows())
+        return rows()
+
+    def write(self, more: Sequence[Row] = ()) -> Record:
+        """Write what is measured so far, if `--out` is given; returns the record."""
+        measured = {**self.facts, "rows": [*self.rows, *more]}
+        record = new_record(self.benchmark.name, self.args, measured)
+        write_record(self.args.out, record)
+        return record
 
     def decode_options(self) -> dict[str, Any]:
         """Options of `mtpc.compile` for decode steps of `--batches`, and a prompt's prefill."""
@@ -162,11 +178,11 @@ class Benchmark:
             return 0
         tell = command.begin(args)
         with command.working_directory(getattr(args, "workdir", None)) as workdir:
-            run, rows = Run(self, args, tell, workdir), list[Row]()
+            run = Run(self, args, tell, workdir)
             for part in self.measure(run):
-                rows += part
-                self.save(run, rows)
-        self.save(run, rows).print()
+                run.rows += part
+                run.write()
+        self.to_table(run.write()).print()
         return int(run.failed)
 
     def commands(self, module: str) -> tuple[Callable[..., int], Callable[[Record], Table]]:
@@ -174,12 +190,6 @@ class Benchmark:
         if module == "__main__":
             sys.exit(self.main())
         return self.main, self.to_table
-
-    def save(self, run: Run, rows: Sequence[Row]) -> Table:
-        """Write what is measured so far, if `--out` is given; returns its table."""
-        record = new_record(self.name, run.args, {**run.facts, "rows": list(rows)})
-        write_record(run.args.out, record)
-        return self.to_table(record)
 
     def start_child(self, job: Mapping[str, Any]) -> subprocess.Popen[str]:
         """A process that does a job, whose last line on standard output is its report."""

@@ -7,7 +7,7 @@ bandwidth around it, not with a number from a data sheet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -117,7 +117,7 @@ class Case:
             return None
 
 
-def sample(cases: Sequence[Case], repeats: int, max_foreign: float, tell: Tell) -> list[Row]:
+def sample(cases: Sequence[Case], repeats: int, max_foreign: float, tell: Tell) -> Iterator[int]:
     """Sample cases in rounds, until each has enough undisturbed samples, or `ATTEMPTS` are over.
 
     Args:
@@ -126,8 +126,8 @@ def sample(cases: Sequence[Case], repeats: int, max_foreign: float, tell: Tell) 
         max_foreign: share of the CPU time that others may use in such a sample.
         tell: hears of each.
 
-    Returns:
-        Their rows.
+    Yields:
+        The number of each round, when it is over.
     """
     for case in cases:
         case.warm_up(tell)
@@ -136,6 +136,8 @@ def sample(cases: Sequence[Case], repeats: int, max_foreign: float, tell: Tell) 
     for turn in range(1, repeats * ATTEMPTS + 1):
         open_cases = [case for case in cases if case.failure is None]
         wanting = [c for c in open_cases if len(c.undisturbed(max_foreign)) < repeats]
+        if not wanting:
+            return
         if turn > 1:
             engines = dict.fromkeys(case.engine for case in wanting if case.engine)
             renewed = [engine for engine in engines if engine.renew()]
@@ -143,7 +145,7 @@ def sample(cases: Sequence[Case], repeats: int, max_foreign: float, tell: Tell) 
                 case.warm_up(tell)
         for case in wanting:
             case.attempt(tell)
-    return [case.result(max_foreign) for case in cases]
+        yield turn
 
 
 def decode_case(

@@ -245,17 +245,17 @@ def test_each_round_has_a_launch_of_its_own() -> None:
     """Once for all batches, and warmed up before anything is measured."""
     decoder = _Launched()
     cases = [_case(decoder, batch) for batch in (1, 2)]
-    rows = sample(cases, 2, 10.0, lambda _: None)
+    assert list(sample(cases, 2, 10.0, lambda _: None)) == [1, 2]
     once = ["decode 1 of 4", "decode 2 of 4"] * 2
     assert decoder.log == [*once, "renew", *once]
-    assert [len(row["taken"]) for row in rows] == [2, 2]
+    assert [len(case.samples) for case in cases] == [2, 2]
 
 
 @pytest.mark.parametrize("stays_warm", [True, False])
 def test_a_warm_up_is_short_and_only_of_what_stays_warm(stays_warm: bool) -> None:
     decoder = _Launched()
     decoder.stays_warm = stays_warm
-    sample([_case(decoder, warm_up_tokens=2)], 1, 10.0, lambda _: None)
+    list(sample([_case(decoder, warm_up_tokens=2)], 1, 10.0, lambda _: None))
     assert decoder.log == ["decode 1 of 2"] * stays_warm + ["decode 1 of 4"]
 
 
