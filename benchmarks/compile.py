@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,42 +50,27 @@ STAGES = ("trace", "rewrite", "lower")
 POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Case:
-    """The work of one process.
-
-    Attributes:
-        what: "kernels", "build" or "start".
-        model: family and shape, for the table.
-        directory: the checkpoint.
-        layers: layers of the target.
-        options: options of `mtpc.compile`.
-        changed: the option that differs in this row, for the table.
-    """
-
-    what: str
-    model: str
-    directory: Path
-    layers: int
-    options: dict[str, Any]
-    changed: str = ""
-
-
 def measure(run: Run) -> Iterator[list[Row]]:
     """A row for each case, and vLLM's."""
     workdir = run.workdir.absolute()
-    for case in _cases(run.args, workdir):
-        run.tell(f"{case.what} {case.model} {case.layers} layers {case.changed}")
-        yield [build(case, workdir / "cache", workdir / "kernels")]
+    for directory, case in _cases(run.args, workdir):
+        run.tell(f"{case}")
+        yield [build(directory, case, workdir / "cache", workdir / "kernels")]
     if run.args.vllm_python:
         run.tell("vLLM's cold start")
         yield [_vllm(run)]
 
 
-def _cases(args: Any, workdir: Path) -> list[Case]:
-    """Write the checkpoints, and return the cases of all rows except vLLM's."""
+def _cases(args: Any, workdir: Path) -> Iterator[tuple[Path, Row]]:
+    """Write the checkpoints; yield each with what identifies a row, of all rows except vLLM's.
+
+    `what` is "kernels", "build" or "start", and `changed` the option that differs in this row.
+    """
     base = dict(spec_tokens=3, batch_buckets=args.buckets, max_len=args.max_len)
     shape, name = SHAPES[args.shape], f"mimo {args.shape}"
+
+    def case(what: str, layers: int, model: str = name, changed: str = "", **options: Any) -> Row:
+        return dict(what=what, model=model, layers=layers, options=base | options, changed=changed)
 
     def hollow(family: str, shape: Shape) -> Path:
         directory = workdir / f"{family}-{shape.hidden_size}-{shape.num_hidden_layers}"
@@ -93,56 +78,47 @@ def _cases(args: Any, workdir: Path) -> list[Case]:
             write_hollow(directory, family, shape)
         return directory
 
-    cases = []
+    whole, depth = hollow("mimo", shape), shape.num_hidden_layers
+    yield whole, case("kernels", 0, "-") | {"options": {}}
     for layers in args.layers:
-        sizes = replace(shape, num_hidden_layers=layers)
-        cases.append(Case("build", name, hollow("mimo", sizes), layers, base))
-    (first, *_) = cases
-    cases.insert(0, replace(first, what="kernels", model="-", layers=0, options={}))
-    whole = hollow("mimo", shape)
+        yield hollow("mimo", replace(shape, num_hidden_layers=layers)), case("build", layers)
     for change in OPTIONS[: args.options]:
-        options, changed = {**base, **change}, ", ".join(f"{k} {v}" for k, v in change.items())
-        cases.append(Case("build", name, whole, shape.num_hidden_layers, options, changed))
+        changed = ", ".join(f"{k} {v}" for k, v in change.items())
+        yield whole, case("build", depth, changed=changed, **change)
     for large in args.large:
         family, sizes = LARGE[large]
-        options = {**base, "spec_tokens": 1, "batch_buckets": [1]}
-        place, layers = hollow(family, sizes), sizes.num_hidden_layers
-        cases.append(Case("build", large, place, layers, options, "spec_tokens 1, batch 1"))
-    full = _full(args, workdir)
-    cases.append(Case("start", name, full, shape.num_hidden_layers, base))
-    return cases
+        changed, options = "spec_tokens 1, batch 1", dict(spec_tokens=1, batch_buckets=[1])
+        layers = sizes.num_hidden_layers
+        yield hollow(family, sizes), case("build", layers, large, changed, **options)
+    full = workdir / f"mimo-{args.shape}"  # Where `benchmarks.startup` writes it.
+    if not full.is_dir():
+        write_checkpoint(full, "mimo", shape, accepting=False)
+    yield full, case("start", depth)
 
 
-def _full(args: Any, workdir: Path) -> Path:
-    """The checkpoint with weights, at the place where `benchmarks.startup` writes it."""
-    directory = workdir / f"mimo-{args.shape}"
-    if not directory.is_dir():
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
-    return directory
-
-
-def build(case: Case, cache: Path, kernels: Path) -> Row:
+def build(directory: Path, case: Row, cache: Path, kernels: Path) -> Row:
     """Measure a row: one process with a cache that has only kernels.
 
     Args:
-        case: the work.
+        directory: the checkpoint.
+        case: what identifies the row.
         cache: the directory of its cache, which is replaced.
         kernels: a cache with only the kernels.
     """
     shutil.rmtree(cache, ignore_errors=True)
-    is_kernels = case.what == "kernels"
+    is_kernels = case["what"] == "kernels"
     if not is_kernels:
         shutil.copytree(kernels, cache)
     place = kernels if is_kernels else cache
-    job = dict(what=case.what, directory=str(case.directory), cache=str(place))
+    job = dict(directory=str(directory), cache=str(place), what=case["what"])
     watch, start = CpuWatch(), time.monotonic()
-    with BENCHMARK.start_child({**job, "options": case.options}) as process:
+    with BENCHMARK.start_child({**job, "options": case["options"]}) as process:
         peak = _Peak(process.pid)
-        report = read_report(process, f"{case.what} of {case.model}")
+        report = read_report(process, f"{case}")
         seconds, peak_bytes = time.monotonic() - start, peak.stop()
-    weights = sum(path.stat().st_size for path in case.directory.glob("*.safetensors"))
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     return dict(
-        **{name: value for name, value in vars(case).items() if name != "directory"},
+        **case,
         seconds=seconds,
         peak_bytes=peak_bytes,
         weights_bytes=0 if is_kernels else weights,

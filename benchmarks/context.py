@@ -190,10 +190,6 @@ FORM = TableForm(
 )  # fmt: skip
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    command.check_peer_context(parser, args, args.contexts)
-
-
 BENCHMARK = Benchmark(
     "context",
     __doc__,
@@ -202,6 +198,6 @@ BENCHMARK = Benchmark(
     (*command.DECODING, "--shape", *command.PEERS, "--peer-context", "--backend"),
     dict(batches=[1, 4], spec_tokens=[0, 3], kv_cache_dtypes=["auto"], new_tokens=32, repeats=2),
     {"--contexts": command.NUMBERS | dict(default=[512, 2048, 8192, 32768], help="tokens")},
-    _check,
+    lambda parser, args: command.check_peer_context(parser, args, args.contexts),
 )
 main, table = BENCHMARK.commands(__name__)

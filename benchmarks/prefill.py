@@ -13,7 +13,6 @@ of `--chunks`. Samples of one length are taken in rounds, with the machine's ban
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from itertools import product
 
@@ -109,10 +108,6 @@ FORM = TableForm(
 )  # fmt: skip
 
 
-def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    command.check_peer_context(parser, args, args.prompt_tokens)
-
-
 BENCHMARK = Benchmark(
     "prefill",
     __doc__,
@@ -121,6 +116,6 @@ BENCHMARK = Benchmark(
     (*command.DECODING, "--shape", "--peers", *command.PEERS, "--peer-context", "--backend"),
     dict(prompt_tokens=[512], spec_tokens=[0, 1], repeats=5),
     {"--chunks": command.NUMBERS | dict(default=[128, 512], help="mtpc's")},
-    _check,
+    lambda parser, args: command.check_peer_context(parser, args, args.prompt_tokens),
 )
 main, table = BENCHMARK.commands(__name__)
