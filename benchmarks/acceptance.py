@@ -15,44 +15,21 @@ One process of another engine runs at a time, after mtpc's models are freed.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, opened
-from benchmarks.harness.machine import BandwidthProbe
-from benchmarks.harness.models import SHAPES
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Columns,
-    Counts,
-    Record,
-    Table,
-    publish_parts,
-    sample_counts,
-)
-from benchmarks.harness.sampling import Case, Tell, sample_in_turns
-from benchmarks.harness.sampling import summarise as summarise_case
+from benchmarks.harness.rounds import decode_case
+from benchmarks.harness.tables import SAMPLES, Column, Record, Row, TableForm, fields, over
 from benchmarks.peers.decoders import peer_decoders
 
-NOTES = (
-    "SYNTHETIC acceptance: the probability with which the engine accepts a draft, given that all "
-    "before it are accepted. It is dictated; the weights are random.",
-    "tokens/step: what this probability gives on average, the target's own token included. "
-    "tokens/s: this times the batch, over the measured time of a step.",
-    "over K=0: tokens/s over the same engine's at K=0.",
-    "pays from: the acceptance at which K is as fast as K=0, between two measured ones.",
-    "GB/s: bandwidth of reading memory around the samples. It drifts, and bounds a step: compare "
-    "rows of different engines only where it agrees.",
-    "Engines but mtpc: nothing is dictated. vLLM accepts what random weights happen to agree on.",
-    SAMPLES_NOTE,
-)
+CASE = ("engine", "spec_tokens", "batch")
+"""The keys of rows that differ only in acceptance."""
 
 
 class SyntheticDecoder(MtpcDecoder):
@@ -72,62 +49,45 @@ class SyntheticDecoder(MtpcDecoder):
         return super().decode(prompts, new_tokens)
 
 
-@dataclass(frozen=True)
-class Row(Counts):
-    """One K, batch and acceptance: medians over samples.
-
-    Attributes:
-        engine: "mtpc", with the scheme of a quantised copy, or another engine.
-        spec_tokens: K.
-        batch: number of requests.
-        synthetic_acceptance: the probability; None without synthetic acceptance.
-        tokens_per_step: tokens of one request, expected at this probability, or else measured.
-        ms_per_step: milliseconds per step.
-        accepted: share of the drafts that were accepted in the samples.
-        bandwidth_gb_s: memory bandwidth before and after the samples; None in older records.
-    """
-
-    engine: str
-    spec_tokens: int
-    batch: int
-    synthetic_acceptance: float | None
-    tokens_per_step: float
-    ms_per_step: float
-    accepted: float | None
-    bandwidth_gb_s: float | None = None
-
-    @property
-    def case(self) -> tuple[str, int, int]:
-        """The key of rows that differ only in acceptance."""
-        return self.engine, self.spec_tokens, self.batch
-
-    @property
-    def tokens_per_s(self) -> float:
-        return 1e3 * self.batch * self.tokens_per_step / self.ms_per_step
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The rows of each group of decoders."""
+    prompts = run.prompts(max(run.args.batches))
+    for group in groups(run):
+        gc.collect()  # What the group before has left.
+        with opened(group) as decoders:
+            cases = []
+            for decoder in decoders:
+                decode = partial(decoder.decode, new_tokens=run.args.new_tokens)
+                row = _dictated(decoder)
+                for batch in run.args.batches:
+                    cases.append(decode_case(row, decoder, decode, prompts[:batch], 0, run.probe))
+            yield [_with_tokens(row) for row in run.sample(cases)]
 
 
-def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a sampled case."""
-    decoder, found = case.decoder, summarise_case(case, max_foreign)
+def _dictated(decoder: Decoder) -> Row:
+    """The acceptance, and the tokens of one request in a step that are expected at it."""
     rates = decoder.rates if isinstance(decoder, SyntheticDecoder) else None
-    emitted = 1 + decoder.spec_tokens * (found.acceptance_rate or 0.0)
-    return Row(
-        engine=decoder.engine,
-        spec_tokens=decoder.spec_tokens,
-        batch=case.batch,
-        synthetic_acceptance=rates[0] if rates else None,
-        tokens_per_step=1 + sum(rates) if rates else emitted,
-        ms_per_step=found.ms_per_step,
-        accepted=found.acceptance_rate,
-        bandwidth_gb_s=found.bandwidth_gb_s,
-        **case.counts(max_foreign),
-    )
+    if not rates:
+        return dict(synthetic_acceptance=None)
+    return dict(synthetic_acceptance=rates[0], tokens_per_step=1 + sum(rates))
 
 
-def over_plain(rows: Sequence[Row], row: Row) -> float:
-    """Tokens per second over those of the same engine at K = 0, at the row's batch."""
-    plain = next(r for r in rows if r.case == (row.engine, 0, row.batch))
-    return row.tokens_per_s / plain.tokens_per_s
+def _with_tokens(row: Row) -> Row:
+    """With the tokens of a step where nothing is dictated."""
+    measured = 1 + row["spec_tokens"] * (row["acceptance_rate"] or 0.0)
+    return {"tokens_per_step": measured, "accepted": row["acceptance_rate"], **row}
+
+
+def rows_of(record: Record) -> list[Row]:
+    """A record's rows, with the tokens per second of a batch at their acceptance."""
+    return [
+        {**row, "tokens_per_s": 1e3 * row["batch"] * row["tokens_per_step"] / row["ms_per_step"]}
+        for row in record["rows"]
+    ]
+
+
+over_plain = over("tokens_per_s", CASE, spec_tokens=0)
+"""Tokens per second over those of the same engine at K = 0, at the row's batch."""
 
 
 def pays_from(rows: Sequence[Row], row: Row) -> float | None:
@@ -135,9 +95,8 @@ def pays_from(rows: Sequence[Row], row: Row) -> float | None:
 
     Between two measured acceptances the speed-up is interpolated linearly.
     """
-    line = sorted(
-        (r.synthetic_acceptance or 0.0, over_plain(rows, r)) for r in rows if r.case == row.case
-    )
+    same = [r for r in rows if all(r[name] == row[name] for name in CASE)]
+    line = sorted((r["synthetic_acceptance"] or 0.0, over_plain(r, rows) or 0.0) for r in same)
     if line[0][1] >= 1:
         return line[0][0]
     for (low, before), (high, after) in pairwise(line):
@@ -151,97 +110,84 @@ def share(start: float | None) -> str:
     return "never" if start is None else f"{start:.0%}"
 
 
-def rows_of(record: Record) -> list[Row]:
-    """A record's rows."""
-    return [Row(**row) for row in record["rows"]]
+def _pays(row: Row, rows: Sequence[Row]) -> str | None:
+    return None if row["synthetic_acceptance"] is None else share(pays_from(rows, row))
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    rows = rows_of(record)
-
-    def known(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    columns: Columns[Row] = {
-        "engine": lambda row: row.engine,
-        "K": lambda row: str(row.spec_tokens),
-        "batch": lambda row: str(row.batch),
-        "synthetic acceptance": lambda row: known(row.synthetic_acceptance, ".0%"),
-        "tokens/step": lambda row: f"{row.tokens_per_step:.2f}",
-        "ms/step": lambda row: f"{row.ms_per_step:.2f}",
-        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-        "over K=0": lambda row: f"{over_plain(rows, row):.2f}x",
-        "pays from": lambda row: (
-            "-" if row.synthetic_acceptance is None else share(pays_from(rows, row))
+FORM = TableForm(
+    "Speed by synthetic acceptance",
+    (
+        *fields("engine, K=spec_tokens, batch"),
+        Column(
+            "synthetic acceptance", "synthetic_acceptance", ".0%",
+            "SYNTHETIC: the probability with which the engine accepts a draft, given that all "
+            "before it are accepted. It is dictated; the weights are random.",
         ),
-        "GB/s": lambda row: known(row.bandwidth_gb_s, ".1f"),
-        "samples": sample_counts,
-    }
-    return Table.of("Speed by synthetic acceptance", columns, rows, NOTES)
+        Column(
+            "tokens/step", "tokens_per_step", ".2f",
+            "what this probability gives on average, the target's own token included.",
+        ),
+        Column("ms/step", "ms_per_step", ".2f"),
+        Column(
+            "tokens/s", "tokens_per_s", ".1f",
+            "tokens/step times the batch, over the measured time of a step.",
+        ),
+        Column("over K=0", over_plain, ".2fx", "tokens/s over the same engine's at K=0."),
+        Column(
+            "pays from", _pays, "",
+            "the acceptance at which K is as fast as K=0, between two measured ones.",
+        ),
+        Column(
+            "GB/s", "bandwidth_gb_s", ".1f",
+            "bandwidth of reading memory around the samples. It drifts, and bounds a step: compare "
+            "rows of different engines only where it agrees.",
+        ),
+        SAMPLES,
+    ),
+    (
+        "Engines but mtpc: nothing is dictated. vLLM accepts what random weights happen to agree "
+        "on.",
+    ),
+    rows_of,
+)  # fmt: skip
 
 
-def groups(args: argparse.Namespace, workdir: Path, tell: Tell) -> Iterator[Iterable[Decoder]]:
+def groups(run: Run) -> Iterator[Iterable[Decoder]]:
     """The groups of decoders that are sampled in rounds, each on one set of weights.
 
     A group is made after the previous one is closed. Each other engine is a group of its own.
     """
-    checkpoint = command.write_mimo(args, workdir, tell)
-    yield _ours("mtpc", checkpoint.load_target(), args, tell)
+    args, checkpoint = run.args, run.write_mimo()
+    yield _ours("mtpc", checkpoint.load_target(), run)
     for scheme in args.quantize:
-        source = checkpoint.write_quantised(scheme, workdir)
-        yield _ours(f"mtpc {scheme}", source, args, tell)
-    sizes = (command.max_len(args), max(args.batches))
+        source = checkpoint.write_quantised(scheme, run.workdir)
+        yield _ours(f"mtpc {scheme}", source, run)
+    sizes = (run.max_len, max(args.batches))
     kinds = ("BF16", "Q4_0") if args.quantize else ("BF16",)
-    numbers = (0, *args.spec_tokens)
-    place = (args, checkpoint.directory, numbers, sizes, tell, kinds)
+    place = (args, checkpoint.directory, (0, *args.spec_tokens), sizes, run.tell, kinds)
     yield from ([peer] for peer in peer_decoders(*place))
 
 
-def _ours(engine: str, source: Any, args: argparse.Namespace, tell: Tell) -> Iterator[Decoder]:
+def _ours(engine: str, source: Any, run: Run) -> Iterator[Decoder]:
     """K = 0, and every K at every acceptance."""
-    for k in (0, *args.spec_tokens):
-        tell(f"compile {engine} K={k}")
+    for k in (0, *run.args.spec_tokens):
+        run.tell(f"compile {engine} K={k}")
+        rates = (0.0,) * k
         decoder = MtpcDecoder.compile(
-            source,
-            engine,
-            spec_tokens=k,
-            **command.decode_options(args),
-            synthetic_acceptance_rates=(0.0,) * k,
+            source, engine, spec_tokens=k, **run.decode_options(), synthetic_acceptance_rates=rates
         )
-        yield from [SyntheticDecoder(decoder, p) for p in args.acceptance] if k else [decoder]
+        yield from [SyntheticDecoder(decoder, p) for p in run.args.acceptance] if k else [decoder]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell, probe = command.begin(args), BandwidthProbe(args.probe_mib << 20)
-    plan = command.plan_of(args)
-    prompts = plan.prompts(max(args.batches), SHAPES[args.shape].vocab_size)
-
-    def measured(group: Iterable[Decoder]) -> list[Row]:
-        gc.collect()  # What the group before has left.
-        with opened(group) as decoders:
-            cases = [
-                Case("mimo", "random", d, batch, 0) for d in decoders for batch in args.batches
-            ]
-            sample_in_turns(cases, plan, prompts, probe, tell)
-            return [summarise(case, args.max_foreign) for case in cases]
-
-    with command.working_directory(args.workdir) as workdir:
-        parts = map(measured, groups(args, workdir, tell))
-        publish_parts("acceptance", args, parts, table)
-    return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "acceptance", __doc__, *command.FILES, "--shape", "--quantize", *command.PEERS, "--backend",
-        *command.SAMPLING, "--probe-mib", batches=[1, 4, 8], spec_tokens=[1, 2, 3],
-        acceptance=[0, 0.25, 0.5, 0.75, 1], prompt_tokens=32, new_tokens=64, repeats=3,
-    )  # fmt: skip
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "acceptance",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.DECODING, "--shape", "--quantize", *command.PEERS, "--backend"),
+    dict(
+        batches=[1, 4, 8], spec_tokens=[1, 2, 3], acceptance=[0, 0.25, 0.5, 0.75, 1],
+        prompt_tokens=32, new_tokens=64, repeats=3,
+    ),
+)  # fmt: skip
+main, table = BENCHMARK.commands(__name__)

@@ -16,28 +16,18 @@ bound knows the rates of each request, and the other which drafts will be accept
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
-from statistics import median
 from typing import Any
 
 import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Columns,
-    Counts,
-    Record,
-    Table,
-    publish,
-    sample_counts,
-)
-from benchmarks.harness.sampling import Sampled, in_rounds
+from benchmarks.harness.bench import HEADROOM, Benchmark, Run
+from benchmarks.harness.rounds import Case
+from benchmarks.harness.tables import SAMPLES, Column, Record, Row, TableForm, fields, over
 from mtpc.acceptance import GOLDEN_LENGTHS
 from mtpc.step.synthetic import draws
 
@@ -45,69 +35,27 @@ EASY, HARD = 32, 288
 """Tokens of the prompts."""
 SPREAD = 0.8
 """How far the rates of easy and hard requests lie from the mean, of what is possible."""
-NOTES = (
-    "tokens a step: of each request.",
-    "budget: the engine chooses K and how many rows a step verifies, the step which.",
-    "rates known, drafts known: what no choice of rows exceeds that knows these, where drafts that "
-    "are not verified cost nothing.",
-    SAMPLES_NOTE,
-)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """One sample."""
-
-    tokens_per_s: float
-    tokens_per_step: float
-    foreign_share: float
-
-    def __str__(self) -> str:
-        return f"{self.tokens_per_s:.1f} tokens/s"
-
-
-@dataclass
-class Case(Sampled[Taken]):
-    """A model at a batch size."""
-
-    name: str
-    batch: int
-    model: mtpc.SpecModel
-    samples: list[Taken] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"{self.name} batch {self.batch}"
-
-    def sample(self, new_tokens: int) -> Taken:
-        """Decode one batch until a request has its new tokens."""
-        model, vocab = self.model, 1000
-        prompts = [
-            [(7 * row + place) % vocab for place in range(HARD if row % 2 else EASY)]
-            for row in range(self.batch)
-        ]
-        engine = model.engine
-        engine.reset_prefix_cache()
-        model.generate(prompts, 2, ignore_eos=True)  # The prompts' pages are there afterwards.
-        ids = [engine.add(prompt, new_tokens) for prompt in prompts]
-        engine.step()
-        before, watch = model.stats.decode_counts(), CpuWatch()
-        while not any(output.finish_reason for output in engine.step()):
-            pass
-        for each in ids:
-            engine.abort(each)
-        used = model.stats.decode_counts() - before
-        per_step = used.tokens / used.request_steps
-        return Taken(used.tokens / used.seconds, per_step, watch.foreign_share())
-
-
-@dataclass(frozen=True)
-class Row(Counts):
-    """The figures of a case: medians over samples."""
-
-    case: str
-    batch: int
-    tokens_per_s: float
-    tokens_per_step: float
+def _decode(model: mtpc.SpecModel, batch: int, new_tokens: int) -> Row:
+    """Decode one batch until a request has its new tokens."""
+    vocab, engine = 1000, model.engine
+    prompts = [
+        [(7 * row + place) % vocab for place in range(HARD if row % 2 else EASY)]
+        for row in range(batch)
+    ]
+    engine.reset_prefix_cache()
+    model.generate(prompts, 2, ignore_eos=True)  # The prompts' pages are there afterwards.
+    ids = [engine.add(prompt, new_tokens) for prompt in prompts]
+    engine.step()
+    before = model.stats.decode_counts()
+    while not any(output.finish_reason for output in engine.step()):
+        pass
+    for each in ids:
+        engine.abort(each)
+    used = model.stats.decode_counts() - before
+    per_step = used.tokens / used.request_steps
+    return dict(tokens_per_s=used.tokens / used.seconds, tokens_per_step=per_step)
 
 
 def rates(length: str, spec_tokens: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -134,8 +82,8 @@ def bounds(fixed: Sequence[Row], each: Sequence[tuple[float, ...]]) -> list[Row]
         fixed: the rows of K = 0 to the largest.
         each: the rates of easy and of hard requests.
     """
-    batch, most = fixed[0].batch, len(fixed) - 1
-    times = [batch * row.tokens_per_step / row.tokens_per_s for row in fixed]
+    batch, most = fixed[0]["batch"], len(fixed) - 1
+    times = [batch * row["tokens_per_step"] / row["tokens_per_s"] for row in fixed]
 
     def seconds(num_rows: float) -> float:
         k = min(int(num_rows / batch) - 1, most - 1)
@@ -144,103 +92,97 @@ def bounds(fixed: Sequence[Row], each: Sequence[tuple[float, ...]]) -> list[Row]
     def best(case: str, emitted: Iterable[tuple[float, float]]) -> Row:
         """Of pairs of tokens and rows."""
         tokens, num_rows = max(emitted, key=lambda pair: pair[0] / seconds(pair[1]))
-        figures = (batch, tokens / seconds(num_rows), tokens / batch)
-        return Row(case, *figures, samples=0, discarded=0, disturbed=False, taken=())
+        figures = dict(tokens_per_s=tokens / seconds(num_rows), tokens_per_step=tokens / batch)
+        counts = dict(samples=0, discarded=0, disturbed=False)
+        return dict(case=case, batch=batch, **figures, **counts)
 
     chances = sorted((c for row in range(batch) for c in each[row % 2]), reverse=True)
     sums = [batch + gain for gain in accumulate(chances, initial=0.0)]
-    means = [batch * row.tokens_per_step for row in fixed]
+    means = [batch * row["tokens_per_step"] for row in fixed]
     return [
         best("rates known", zip(sums, range(batch, batch * (most + 1) + 1), strict=True)),
         best("drafts known", zip(means, means, strict=True)),
     ]
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    rows = [Row(**row) for row in record["rows"]]
-    asked = record["arguments"]
+def _fixed(batch: int, rows: Sequence[Row]) -> list[Row]:
+    """Those of each fixed K at a batch, from K = 0 on."""
+    return [row for row in rows if row["batch"] == batch and row["case"].startswith("K")]
+
+
+def _rows(record: Record) -> list[Row]:
+    """With the bounds of each batch."""
+    rows, asked = list(record["rows"]), record["arguments"]
     each = rates(asked["length"], asked["spec_tokens"])
-    for batch in dict.fromkeys(row.batch for row in rows):
-        fixed_rows = [row for row in rows if row.batch == batch and row.case.startswith("K")]
-        rows += bounds(fixed_rows, each)
-
-    def fixed(row: Row) -> list[float]:
-        """Tokens per second of each fixed K at a row's batch, from K = 0 on."""
-        return [r.tokens_per_s for r in rows if r.batch == row.batch and r.case.startswith("K")]
-
-    columns: Columns[Row] = {
-        "case": lambda row: row.case,
-        "batch": lambda row: str(row.batch),
-        "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-        "tokens a step": lambda row: f"{row.tokens_per_step:.2f}",
-        "of best fixed": lambda row: f"{row.tokens_per_s / max(fixed(row)):.2f}",
-        "of K=0": lambda row: f"{row.tokens_per_s / fixed(row)[0]:.2f}",
-        "samples": sample_counts,
-    }
-    return Table.of("A budget of rows", columns, rows, NOTES)
+    for batch in dict.fromkeys(row["batch"] for row in record["rows"]):
+        rows += bounds(_fixed(batch, rows), each)
+    return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell = command.begin(args)
-    cases = []
-    with command.working_directory(args.workdir) as workdir:
-        directory = command.write_mimo(args, workdir, tell).directory
-        most = args.spec_tokens
-        asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
-        chosen = {"spec_tokens": "auto", "spec_tiers": range(most + 1)}
-        asked["auto"] = chosen
-        asked["budget"] = chosen | {"row_budgets": range(2, most + 2)}
-        for name, options in asked.items():
-            tell(f"compile {name}")
-            count = options["spec_tokens"] if "spec_tiers" not in options else most
-            model = mtpc.compile(
-                directory,
-                batch_buckets=tuple(args.batches),
-                max_len=HARD + args.new_tokens + command.HEADROOM,
-                backend=args.backend,
-                quantize=args.quantize,
-                synthetic_acceptance_rates=(0.0,) * count,
-                **options,
-            )
-            if model.options.spec_tokens:
-                set_acceptance(model, args.length)
-            cases += [Case(name, batch, model) for batch in args.batches]
-        for case in cases:  # Warms up, and teaches costs.
-            tell(f"warm up: {case}: {case.sample(args.new_tokens)}")
-        count = (args.repeats, args.max_foreign)
-        in_rounds(cases, *count, lambda case: case.sample(args.new_tokens), tell)
-    rows = [asdict(_row(case, args.max_foreign)) for case in cases]
-    publish("budgets", args, {"rows": rows}, table)
-    return 0
+def _of_best(row: Row, rows: Sequence[Row]) -> float:
+    best = max(other["tokens_per_s"] for other in _fixed(row["batch"], rows))
+    return float(row["tokens_per_s"] / best)
 
 
-def _row(case: Case, max_foreign: float) -> Row:
-    kept = case.kept(max_foreign)
-    return Row(
-        case=case.name,
-        batch=case.batch,
-        tokens_per_s=median(sample.tokens_per_s for sample in kept),
-        tokens_per_step=median(sample.tokens_per_step for sample in kept),
-        **case.counts(max_foreign),
-    )
+FORM = TableForm(
+    "A budget of rows",
+    (
+        *fields("case, batch, tokens/s=tokens_per_s:.1f"),
+        Column("tokens a step", "tokens_per_step", ".2f", "of each request."),
+        Column("of best fixed", _of_best, ".2f"),
+        Column("of K=0", over("tokens_per_s", ("batch",), case="K=0"), ".2f"),
+        SAMPLES,
+    ),
+    (
+        "budget: the engine chooses K and how many rows a step verifies, the step which.",
+        "rates known, drafts known: what no choice of rows exceeds that knows these, where drafts "
+        "that are not verified cost nothing.",
+    ),
+    _rows,
+)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "budgets", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
-        spec_tokens=3, batches=[4, 8], new_tokens=240, repeats=3,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--length", choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance")
-    add("--quantize", metavar="SCHEME", help="of all engines")
-    args = parser.parse_args(argv)
+def measure(run: Run) -> Iterator[list[Row]]:
+    """Every fixed K, "auto" and budgets, at each batch."""
+    args, cases = run.args, list[Case]()
+    directory, most = run.write_mimo().directory, args.spec_tokens
+    asked: dict[str, dict[str, Any]] = {f"K={k}": {"spec_tokens": k} for k in range(most + 1)}
+    chosen = {"spec_tokens": "auto", "spec_tiers": range(most + 1)}
+    asked |= {"auto": chosen, "budget": chosen | {"row_budgets": range(2, most + 2)}}
+    for name, options in asked.items():
+        run.tell(f"compile {name}")
+        count = options["spec_tokens"] if "spec_tiers" not in options else most
+        model = mtpc.compile(
+            directory,
+            batch_buckets=tuple(args.batches),
+            max_len=HARD + args.new_tokens + HEADROOM,
+            backend=args.backend,
+            synthetic_acceptance_rates=(0.0,) * count,
+            **options,
+        )
+        if model.options.spec_tokens:
+            set_acceptance(model, args.length)
+        for batch in args.batches:
+            take = partial(_decode, model, batch, args.new_tokens)
+            cases.append(Case(dict(case=name, batch=batch), take, take))  # Warm: costs are known.
+    yield run.sample(cases)
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.new_tokens >= HARD - EASY:
         parser.error(f"--new-tokens is {args.new_tokens}; expected less than {HARD - EASY}")
-    return args
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "budgets",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--shape", "--backend", *command.SAMPLING),
+    dict(spec_tokens=3, batches=[4, 8], new_tokens=240, repeats=3),
+    {
+        "--length": dict(choices=GOLDEN_LENGTHS, default="glm-5.2", help="the mean acceptance"),
+    },
+    _check,
+)
+main, table = BENCHMARK.commands(__name__)

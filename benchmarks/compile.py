@@ -11,26 +11,23 @@ with weights, from the start of a process to its first token.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import shutil
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, startup
+from benchmarks import startup
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run, read_report
 from benchmarks.harness.large import MIMO_7B, write_hollow
-from benchmarks.harness.machine import FamilyWatch, tree_bytes
+from benchmarks.harness.machine import CpuWatch, tree_bytes
 from benchmarks.harness.models import SHAPES, Experts, Shape, write_checkpoint
-from benchmarks.harness.results import Record, Table, publish
-from benchmarks.harness.startup_child import StartError
+from benchmarks.harness.startup_child import size_of
+from benchmarks.harness.tables import Column, Record, Row, TableForm
 
 MIB = 2**20
 LARGE = {
@@ -50,75 +47,30 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 """The options of the rows that differ in one option."""
 STAGES = ("trace", "rewrite", "lower")
-COLUMNS = ("what", "model", "layers", "options", "steps", "seconds", *STAGES, "other", "peak MiB",
-           "weights MiB", "cache MiB", "others' CPU")  # fmt: skip
 POLL_S = 0.05
-NOTES = (
-    "seconds: of the whole process, its imports included. trace, rewrite, lower: summed over all"
-    " steps, of which two processes build at the same time; other: what is left of the seconds of"
-    " so many processes.",
-    "peak: the most that the process and its children held at one moment, by their resident sets;"
-    " pages that they share count in each.",
-    "kernels: compiled once for a machine, or carried by the wheel. The other rows find them.",
-    "start: from the start of a process, whose cache holds no step, to the first token.",
-    "others' CPU: share of the machine's CPU time that other processes used meanwhile.",
-)
 
 
-@dataclass(frozen=True)
-class Case:
-    """The work of one process.
+def measure(run: Run) -> Iterator[list[Row]]:
+    """A row for each case, and vLLM's."""
+    workdir = run.workdir.absolute()
+    for directory, case in _cases(run.args, workdir):
+        run.tell(f"{case}")
+        yield [build(directory, case, workdir / "cache", workdir / "kernels")]
+    if run.args.vllm_python:
+        run.tell("vLLM's cold start")
+        yield [_vllm(run)]
 
-    Attributes:
-        what: "kernels", "build" or "start".
-        model: family and shape, for the table.
-        directory: the checkpoint.
-        layers: layers of the target.
-        options: options of `mtpc.compile`.
-        changed: the option that differs in this row, for the table.
+
+def _cases(args: Any, workdir: Path) -> Iterator[tuple[Path, Row]]:
+    """Write the checkpoints; yield each with what identifies a row, of all rows except vLLM's.
+
+    `what` is "kernels", "build" or "start", and `changed` the option that differs in this row.
     """
-
-    what: str
-    model: str
-    directory: Path
-    layers: int
-    options: dict[str, Any]
-    changed: str = ""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    args = _parse(argv)
-    if args.child:
-        print(json.dumps(_work(json.loads(args.child))), flush=True)
-        gc.freeze()  # As the command `mtpc` does before it ends.
-        return 0
-    tell = command.teller()
-    rows: list[dict[str, Any]] = []
-    with command.working_directory(args.workdir) as workdir:
-        workdir = workdir.absolute()
-        kernels = workdir / "kernels"
-        for case in _cases(args, workdir):
-            tell(f"{case.what} {case.model} {case.layers} layers {case.changed}")
-            rows.append(measure(case, workdir / "cache", kernels))
-        if args.vllm_python:
-            tell("vLLM's cold start")
-            rows.append(_vllm(args, workdir))
-    publish("compile", args, {"rows": rows}, table)
-    return 0
-
-
-def table(record: Record) -> Table:
-    """A record's table."""
-    return Table(
-        "Build", COLUMNS, [_cells(row) for row in record["rows"]], [*_growth(record), *NOTES]
-    )
-
-
-def _cases(args: argparse.Namespace, workdir: Path) -> list[Case]:
-    """Write the checkpoints, and return the cases of all rows except vLLM's."""
     base = dict(spec_tokens=3, batch_buckets=args.buckets, max_len=args.max_len)
     shape, name = SHAPES[args.shape], f"mimo {args.shape}"
+
+    def case(what: str, layers: int, model: str = name, changed: str = "", **options: Any) -> Row:
+        return dict(what=what, model=model, layers=layers, options=base | options, changed=changed)
 
     def hollow(family: str, shape: Shape) -> Path:
         directory = workdir / f"{family}-{shape.hidden_size}-{shape.num_hidden_layers}"
@@ -126,68 +78,53 @@ def _cases(args: argparse.Namespace, workdir: Path) -> list[Case]:
             write_hollow(directory, family, shape)
         return directory
 
-    cases = []
+    whole, depth = hollow("mimo", shape), shape.num_hidden_layers
+    yield whole, case("kernels", 0, "-") | {"options": {}}
     for layers in args.layers:
-        sizes = replace(shape, num_hidden_layers=layers)
-        cases.append(Case("build", name, hollow("mimo", sizes), layers, base))
-    (first, *_) = cases
-    cases.insert(0, replace(first, what="kernels", model="-", layers=0, options={}))
-    whole = hollow("mimo", shape)
+        yield hollow("mimo", replace(shape, num_hidden_layers=layers)), case("build", layers)
     for change in OPTIONS[: args.options]:
-        options, changed = {**base, **change}, ", ".join(f"{k} {v}" for k, v in change.items())
-        cases.append(Case("build", name, whole, shape.num_hidden_layers, options, changed))
+        changed = ", ".join(f"{k} {v}" for k, v in change.items())
+        yield whole, case("build", depth, changed=changed, **change)
     for large in args.large:
         family, sizes = LARGE[large]
-        options = {**base, "spec_tokens": 1, "batch_buckets": [1]}
-        place, layers = hollow(family, sizes), sizes.num_hidden_layers
-        cases.append(Case("build", large, place, layers, options, "spec_tokens 1, batch 1"))
-    full = _full(args, workdir)
-    cases.append(Case("start", name, full, shape.num_hidden_layers, base))
-    return cases
+        changed, options = "spec_tokens 1, batch 1", dict(spec_tokens=1, batch_buckets=[1])
+        layers = sizes.num_hidden_layers
+        yield hollow(family, sizes), case("build", layers, large, changed, **options)
+    full = workdir / f"mimo-{args.shape}"  # Where `benchmarks.startup` writes it.
+    if not full.is_dir():
+        write_checkpoint(full, "mimo", shape, accepting=False)
+    yield full, case("start", depth)
 
 
-def _full(args: argparse.Namespace, workdir: Path) -> Path:
-    """The checkpoint with weights, at the place where `benchmarks.startup` writes it."""
-    directory = workdir / f"mimo-{args.shape}"
-    if not directory.is_dir():
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
-    return directory
-
-
-def measure(case: Case, cache: Path, kernels: Path) -> dict[str, Any]:
+def build(directory: Path, case: Row, cache: Path, kernels: Path) -> Row:
     """Measure a row: one process with a cache that has only kernels.
 
     Args:
-        case: the work.
+        directory: the checkpoint.
+        case: what identifies the row.
         cache: the directory of its cache, which is replaced.
         kernels: a cache with only the kernels.
     """
     shutil.rmtree(cache, ignore_errors=True)
-    if case.what != "kernels":
+    is_kernels = case["what"] == "kernels"
+    if not is_kernels:
         shutil.copytree(kernels, cache)
-    place = kernels if case.what == "kernels" else cache
-    job = dict(
-        what=case.what, directory=str(case.directory), cache=str(place), options=case.options
-    )
-    child = [sys.executable, "-m", "benchmarks.compile", "--child", json.dumps(job)]
-    watch, start = FamilyWatch(), time.monotonic()
-    with subprocess.Popen(child, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    place = kernels if is_kernels else cache
+    job = dict(directory=str(directory), cache=str(place), what=case["what"])
+    watch, start = CpuWatch(), time.monotonic()
+    with BENCHMARK.start_child({**job, "options": case["options"]}) as process:
         peak = _Peak(process.pid)
-        out, _ = process.communicate()
+        report = read_report(process, f"{case}")
         seconds, peak_bytes = time.monotonic() - start, peak.stop()
-    if process.returncode:
-        raise SystemExit(f"{case.what} of {case.model} ended with status {process.returncode}")
-    files = [path.stat().st_size for path in place.rglob("*") if path.is_file()]
-    had = [path.stat().st_size for path in kernels.rglob("*") if path.is_file()]
-    weights = sum(path.stat().st_size for path in case.directory.glob("*.safetensors"))
+    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     return dict(
-        **{name: value for name, value in vars(case).items() if name != "directory"},
+        **case,
         seconds=seconds,
         peak_bytes=peak_bytes,
-        weights_bytes=weights if case.what != "kernels" else 0,
-        cache_bytes=sum(files) - (sum(had) if case.what != "kernels" else 0),
+        weights_bytes=0 if is_kernels else weights,
+        cache_bytes=size_of(place) - (0 if is_kernels else size_of(kernels)),
         foreign_share=watch.foreign_share(),
-        **json.loads(out.splitlines()[-1]),
+        **report,
     )
 
 
@@ -246,22 +183,22 @@ def _start(job: dict[str, Any]) -> dict[str, Any]:
     return {"steps": len(model.program.steps), "stages": {}, "processes": 1}
 
 
-def _vllm(args: argparse.Namespace, workdir: Path) -> dict[str, Any]:
+def _vllm(run: Run) -> Row:
     """vLLM's cold start on the same weights, measured as in `benchmarks.startup`."""
+    args = run.args
     words = ["--shape", args.shape, "--workloads", "random", "--engines", "vllm", "--max-len",
              str(args.max_len), "--vllm-python", str(args.vllm_python)]  # fmt: skip
-    asked = startup.parse(words)
-    cases = startup.cases_of("random", asked, workdir, lambda line: None)
-    (case,) = [case for case in cases if case.engine.state == "cold"]
+    asked = Run(startup.BENCHMARK, startup.BENCHMARK.parse(words), run.tell, run.workdir)
+    cases = startup.cases_of("random", asked)
+    (case,) = [case for case in cases if startup.engine_of(case.row).state == "cold"]
+    case.attempt(run.tell)
+    found = case.samples[0] if case.samples else {"seconds": None, "failure": case.failure}
+    names = ("seconds", "foreign_share", "cache_bytes", "failure")
     row = dict(what="start", model=f"vLLM, mimo {args.shape}", changed="", steps=0, stages={},
                layers=SHAPES[args.shape].num_hidden_layers, options={"spec_tokens": 3},
-               peak_bytes=0, weights_bytes=0, cache_bytes=0, processes=1)  # fmt: skip
-    try:
-        sample = startup.Starter(asked, workdir).start(case)
-    except StartError as error:
-        return {**row, "seconds": None, "foreign_share": 0.0, "failure": str(error)}
-    return {**row, "seconds": sample.seconds, "foreign_share": sample.foreign_share,
-            "cache_bytes": sample.cache_bytes}  # fmt: skip
+               peak_bytes=0, weights_bytes=0, cache_bytes=0, foreign_share=0.0,
+               processes=1)  # fmt: skip
+    return row | {name: found[name] for name in names if name in found}
 
 
 def _growth(record: Record) -> list[str]:
@@ -274,42 +211,85 @@ def _growth(record: Record) -> list[str]:
     return [f"a layer more costs {each:.2f} s, from {first['layers']} to {last['layers']} layers."]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    if row["seconds"] is None:
-        texts = ["not run: " + row["failure"][:80], *"-" * (len(STAGES) + 1)]
-    else:
-        stages = [row["stages"].get(stage) for stage in STAGES]
-        known = [each for each in stages if each is not None]
-        other = row["seconds"] * row["processes"] - sum(known) if known else None
-        texts = [f"{row['seconds']:.1f}", *(_number(each) for each in (*stages, other))]
-    sizes = (row[f"{name}_bytes"] / MIB for name in ("peak", "weights", "cache"))
-    options = row["changed"] or ", ".join(f"{k} {v}" for k, v in row["options"].items())
-    return [
-        *(row["what"], row["model"], str(row["layers"] or "-"), options or "-"),
-        *(str(row["steps"] or "-"), *texts),
-        *(f"{size:.0f}" if size else "-" for size in sizes),
-        f"{row['foreign_share']:.0%}",
-    ]
+def _seconds(row: Row, rows: Sequence[Row]) -> float | str:
+    found: float | None = row["seconds"]
+    return "not run: " + row["failure"][:80] if found is None else found
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _stage(name: str, row: Row, rows: Sequence[Row]) -> float | None:
+    found: float | None = row["stages"].get(name)
+    return found
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    flags = ("--shape", "--vllm-python", "--child")
-    parser = command.new_parser("compile", __doc__, *command.FILES, *flags, max_len=512)
-    add, numbers = (
-        parser.add_argument,
-        dict[str, Any](nargs="+", type=command.positive, metavar="N"),
-    )
-    add("--layers", **numbers, default=[7, 14, 28, 36])
-    add("--large", nargs="*", choices=LARGE, default=list(LARGE), metavar="NAME",
-        help=f"also build these from headers: {', '.join(LARGE)}")  # fmt: skip
-    add("--options", type=int, default=len(OPTIONS), metavar="N", help="rows of changed options")
-    add("--buckets", **numbers, default=[1, 4, 8])
-    return parser.parse_args(argv)
+def _other(row: Row, rows: Sequence[Row]) -> float | None:
+    known = [row["stages"][stage] for stage in STAGES if stage in row["stages"]]
+    return row["seconds"] * row["processes"] - sum(known) if known else None
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _options(row: Row, rows: Sequence[Row]) -> str | None:
+    return row["changed"] or ", ".join(f"{k} {v}" for k, v in row["options"].items()) or None
+
+
+def _if_any(name: str, row: Row, rows: Sequence[Row]) -> Any:
+    return row[name] or None
+
+
+FORM = TableForm(
+    "Build",
+    (
+        Column(
+            "what", "what", "",
+            "kernels: compiled once for a machine, or carried by the wheel. The other rows find "
+            "them. start: from the start of a process, whose cache holds no step, to the first "
+            "token.",
+        ),
+        Column("model"),
+        Column("layers", partial(_if_any, "layers")),
+        Column("options", _options),
+        Column("steps", partial(_if_any, "steps")),
+        Column("seconds", _seconds, ".1f", "of the whole process, its imports included."),
+        *(Column(stage, partial(_stage, stage), ".1f") for stage in STAGES),
+        Column("other", _other, ".1f", "what is left of the seconds of so many processes."),
+        Column(
+            "peak MiB", partial(_if_any, "peak_bytes"), ".0f",
+            "the most that the process and its children held at one moment, by their resident "
+            "sets; pages that they share count in each.",
+            1 / MIB,
+        ),
+        Column("weights MiB", partial(_if_any, "weights_bytes"), ".0f", "", 1 / MIB),
+        Column("cache MiB", partial(_if_any, "cache_bytes"), ".0f", "", 1 / MIB),
+        Column(
+            "others' CPU", "foreign_share", ".0%",
+            "share of the machine's CPU time that other processes used meanwhile.",
+        ),
+    ),
+    lambda record: [
+        *_growth(record),
+        "trace, rewrite, lower: summed over all steps, of which two processes build at the same "
+        "time.",
+    ],
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "compile",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--shape", "--vllm-python"),
+    dict(max_len=512),
+    {
+        "--layers": command.NUMBERS | dict(default=[7, 14, 28, 36]),
+        "--large": dict(
+            nargs="*",
+            choices=LARGE,
+            default=list(LARGE),
+            metavar="NAME",
+            help=f"also build these from headers: {', '.join(LARGE)}",
+        ),
+        "--options": dict(
+            type=int, default=len(OPTIONS), metavar="N", help="rows of changed options"
+        ),
+        "--buckets": command.NUMBERS | dict(default=[1, 4, 8]),
+    },
+    child=_work,
+)
+main, table = BENCHMARK.commands(__name__)

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, product
+from operator import itemgetter
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import geometric_mean, median_low
@@ -37,14 +37,8 @@ import torch
 
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
-from benchmarks.harness.results import (
-    Record,
-    Table,
-    earlier_rows,
-    publish,
-    save,
-)
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.tables import Record, Row, TableForm, fields
 from benchmarks.peers.llama_decoder import SPECULATIVE, Counts, look_up
 from mtpc.option_checks import drafters_of
 from mtpc.server.chat import load_chat_template
@@ -66,8 +60,6 @@ autumn bees bread bridges bronze candles caves chess clouds comets copper coral 
 forests glaciers harbours honey islands kites lighthouses maps markets meadows mirrors moss
 mountains music owls paper rivers salt shadows silk snow stone tea trains winter
 """
-COLUMNS = ("text", "engine", "weights", "draft", "K", "tokens/step", "tokens/s", "over K=0",
-           "least", "same text", "prompts")  # fmt: skip
 NOTES = (
     "edits: rewrite a function of the standard library with type hints; prose: a short story; "
     "mixed: as many of each at once.",
@@ -84,57 +76,31 @@ PLAIN = "0"
 """The setting that others are compared with."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One answer: `tokens` in `steps` decode steps, which took `seconds` in each repeat.
+CASE = ("text", "engine", "weights", "draft", "setting")
+"""What identifies a row of the table. A setting is K; "auto": among several; "own": llama.cpp's."""
 
-    Attributes:
-        text: the kind of text.
-        prompt: its name.
-        engine: `MTPC` or `LLAMA`.
-        weights: as the engine multiplies by them.
-        draft: the drafter.
-        setting: K; "auto": among several; llama.cpp's own number.
-        answer: token ids, or the answer's bytes, for comparison.
-    """
 
-    text: str
-    prompt: str
-    engine: str
-    weights: str
-    draft: str
-    setting: str
-    tokens: int
-    steps: int
-    seconds: list[float]
-    answer: list[int]
+def middle(row: Row) -> float:
+    """Seconds of the median of an answer's repeats, of two the lower."""
+    return median_low(row["seconds"])
 
-    @property
-    def median(self) -> float:
-        """Seconds of the repeats' median, of two the lower."""
-        return median_low(self.seconds)
 
-    def gain(self, plain: Sample) -> float:
-        """How often as fast as `plain`, by token: the median of what both took in one turn."""
-        turns = zip(plain.seconds, self.seconds, strict=True)
-        return median_low(p / own for p, own in turns) * self.tokens / plain.tokens
+def gain(row: Row, plain: Row) -> float:
+    """How often as fast as `plain`, by token: the median of what both took in one turn."""
+    turns = zip(plain["seconds"], row["seconds"], strict=True)
+    return median_low(p / own for p, own in turns) * row["tokens"] / plain["tokens"]
 
 
 @dataclass(frozen=True)
 class Runner:
-    """One setting of an engine; `run` answers a prompt."""
+    """One setting of an engine, by its fields of a row; `run` answers prompts."""
 
-    engine: str
-    weights: str
-    draft: str
-    setting: str
+    case: Row
     run: Callable[[list[str]], Counts]
 
-    def sample(self, text: str, name: str, prompts: list[str]) -> Sample:
-        """The answers to prompts of a kind of text."""
-        says = (self.engine, self.weights, self.draft, self.setting)
-        tokens, steps, seconds, found = self.run(prompts)
-        return Sample(text, name, *says, tokens, steps, [seconds], found)
+    def answer(self, text: str, name: str, prompts: list[str]) -> Row:
+        """The row of some prompts of a kind of text, of one repeat."""
+        return {"text": text, "prompt": name, **self.case, **self.run(prompts)._asdict()}
 
 
 def prompts(count: int) -> Iterator[tuple[str, str, str]]:
@@ -170,12 +136,12 @@ def alone(run: Callable[[str], Counts], prompts: list[str]) -> Counts:
     return run(prompt)
 
 
-def weights_of(checkpoint: Path, dtype: str | None) -> str:
-    """What mtpc multiplies by: a dtype, or the types of a GGUF file's matrices."""
+def weights_of(checkpoint: Path) -> str:
+    """What an engine multiplies by: a dtype, or the types of a GGUF file's matrices."""
     opened = Checkpoint(checkpoint)
     matrices = [tensor for tensor in opened.tensors.values() if len(tensor.shape) > 1]
     kinds = {t.block.name for t in matrices if isinstance(t, GgufTensor)}
-    entries = (dtype, opened.text_config.get("dtype"), opened.text_config.get("torch_dtype"))
+    entries = (opened.text_config.get("dtype"), opened.text_config.get("torch_dtype"))
     return "+".join(sorted(kinds)) or str(next(filter(None, entries), "float32"))
 
 
@@ -187,30 +153,29 @@ def name_of(draft: str) -> str:
 
 def runners(args: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Runner]:
     """A runner for each setting of mtpc, warmed up, and for each of llama.cpp's types."""
-    weights = weights_of(args.checkpoint, args.dtype)
+    weights = weights_of(args.checkpoint)
     plain = [("none", PLAIN)] if PLAIN in args.settings else []
     drafted = [setting for setting in args.settings if setting != PLAIN]
     for draft, setting in chain(plain, product(map(str, args.drafts), drafted)):
         tell(f"compile {draft} {setting}")
         spec = compiled(args.checkpoint, draft, setting, args)
         answer(spec, 24, ["Warm up."] * args.batch)
-        yield Runner(MTPC, weights, name_of(draft), setting, partial(answer, spec, args.new_tokens))
+        case = dict(engine=MTPC, weights=weights, draft=name_of(draft), setting=setting)
+        yield Runner(case, partial(answer, spec, args.new_tokens))
     if args.llama:
         file = args.llama_file or args.checkpoint
-        held = weights_of(file, None)
+        held = weights_of(file)
         threads = args.threads or torch.get_num_threads()
         for kind in args.llama_types:
             how = (args.llama, file, kind, args.new_tokens, args.max_len, threads)
             run = partial(alone, partial(look_up, *how))
             name = PLAIN if kind == "none" else "own"
-            yield Runner(LLAMA, held, kind, name, run)
+            yield Runner(dict(engine=LLAMA, weights=held, draft=kind, setting=name), run)
 
 
 def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespace) -> Any:
     """A model of one setting: a number of drafts, or one that is chosen, with budgets or not."""
-    options: dict[str, Any] = dict(
-        batch_buckets=(args.batch,), max_len=args.max_len, dtype=args.dtype
-    )
+    options: dict[str, Any] = dict(batch_buckets=(args.batch,), max_len=args.max_len)
     if setting != PLAIN:
         options["draft"] = draft
     if setting in ("auto", "budget"):
@@ -222,96 +187,112 @@ def compiled(checkpoint: Path, draft: str, setting: str, args: argparse.Namespac
     return mtpc.compile(checkpoint, **options)
 
 
-def repeated(samples: Sequence[Sample]) -> Sample:
-    """One answer's repeats as one sample."""
-    first = samples[0]
-    assert all(sample.answer == first.answer for sample in samples), "a repeat has another text"
-    return replace(first, seconds=[each for sample in samples for each in sample.seconds])
+def repeated(rows: Sequence[Row]) -> Row:
+    """One answer's repeats as one row."""
+    first = rows[0]
+    assert all(row["answer"] == first["answer"] for row in rows), "a repeat has another text"
+    return {**first, "seconds": [row["seconds"] for row in rows]}
 
 
-def table(record: Record) -> Table:
-    """A record's table: a row for each kind of text, engine and setting."""
-    samples = [Sample(**row) for row in record["rows"]]
-    plain = {(s.text, s.prompt, s.engine): s for s in samples if s.setting == PLAIN}
-    groups = dict[tuple[str, ...], list[Sample]]()
-    for sample in samples:
-        key: tuple[str, ...] = (
-            sample.text,
-            sample.engine,
-            sample.weights,
-            sample.draft,
-            sample.setting,
+def _rows(record: Record) -> list[Row]:
+    """A row for each kind of text, engine and setting."""
+    place = itemgetter("text", "prompt", "engine")
+    plain = {place(row): row for row in record["rows"] if row["setting"] == PLAIN}
+    groups = dict[tuple[str, ...], list[Row]]()
+    for row in record["rows"]:
+        groups.setdefault(tuple(row[name] for name in CASE), []).append(row)
+    shown = []
+    for case, found in sorted(groups.items()):
+        tokens, steps = (sum(row[name] for row in found) for name in ("tokens", "steps"))
+        pairs = [(row, plain[place(row)]) for row in found]
+        gains = [gain(row, before) for row, before in pairs]
+        same = sum(row["answer"] == before["answer"] for row, before in pairs)
+        figures = dict(
+            per_step=tokens / steps,
+            speed=tokens / sum(map(middle, found)),
+            gain=geometric_mean(gains),
+            least=min(gains),
+            same=f"{same} of {len(found)}",
+            prompts=len(found),
         )
-        groups.setdefault(key, []).append(sample)
-    body = list[list[str]]()
-    for key, found in groups.items():
-        tokens, seconds = sum(s.tokens for s in found), sum(s.median for s in found)
-        pairs = [(plain[s.text, s.prompt, s.engine], s) for s in found]
-        gains = [sample.gain(before) for before, sample in pairs]
-        same = sum(sample.answer == before.answer for before, sample in pairs)
-        rates = (f"{tokens / sum(s.steps for s in found):.2f}", f"{tokens / seconds:.1f}")
-        speed = (f"{geometric_mean(gains):.2f}x", f"{min(gains):.2f}x")
-        body.append([*key, *rates, *speed, f"{same} of {len(found)}", str(len(found))])
-    return Table("Drafts on edits and prose", COLUMNS, sorted(body), NOTES)
+        shown.append({**dict(zip(CASE, case, strict=True)), **figures})
+    return shown
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell, rows = command.begin(args), earlier_rows("copies", args, FREE)
+FORM = TableForm(
+    "Drafts on edits and prose",
+    fields(
+        "text, engine, weights, draft, K=setting, tokens/step=per_step:.2f, tokens/s=speed:.1f, "
+        "over K=0=gain:.2fx, least:.2fx, same text=same, prompts"
+    ),
+    NOTES,
+    _rows,
+)
+
+
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The answers to each prompt, after those of a run that ended early."""
+    args, rows = run.args, run.earlier_rows(FREE)
     done = {(row["text"], row["prompt"]) for row in rows}
     template = load_chat_template(args.checkpoint, None)
     assert template is not None, "an edit needs a checkpoint with a chat template"
-    found = list(runners(args, tell))
+    found = list(runners(args, run.tell))
+    yield rows
     end = time.monotonic() + 60 * args.minutes
     for number, (kind, name, wordings) in enumerate(batches(prompts(args.prompts), args.batch)):
         if (kind, name) in done:
             continue
         if time.monotonic() > end:
-            tell(f"{args.minutes} minutes are over: run again with this --out to go on")
+            run.tell(f"{args.minutes} minutes are over: run again with this --out to go on")
             break
         given = [template.render([{"role": "user", "content": each}], {}) for each in wordings]
         turn = number % len(found)
         taken = [*found[turn:], *found[:turn]]
-        rounds = [[r.sample(kind, name, given) for r in taken] for _ in range(args.repeats)]
-        rows += [asdict(repeated(samples)) for samples in zip(*rounds, strict=True)]
-        save("copies", args, {"rows": rows}, table)
-        tell(f"{kind} {name}")
-    publish("copies", args, {"rows": rows}, table)
-    return 0
+        rounds = [[r.answer(kind, name, given) for r in taken] for _ in range(args.repeats)]
+        run.tell(f"{kind} {name}")
+        yield [repeated(rows) for rows in zip(*rounds, strict=True)]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("copies", __doc__, "--threads", *command.RESULTS)
-    add = parser.add_argument
-    add("checkpoint", type=Path, metavar="CHECKPOINT", help="a model with a chat template")
-    text = "as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR"
-    add("--drafts", nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT", help=text)
-    add("--settings", nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto|budget")
-    add(
-        "--tiers",
-        nargs="+",
-        type=int,
-        default=[0, 1, 3, 7],
-        metavar="K",
-        help="of auto and budget",
-    )
-    add("--prompts", type=positive, default=40, metavar="N", help="of each kind, at most 40")
-    add("--new-tokens", type=positive, default=200, metavar="N")
-    add("--max-len", type=positive, default=2048, metavar="N")
-    add("--batch", type=positive, default=1, metavar="N", help="prompts at once")
-    add("--repeats", type=positive, default=1, metavar="N", help="of each answer")
-    add("--minutes", type=float, default=12, metavar="N", help="begin no prompt after so many")
-    add("--llama", type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}")
-    add("--llama-file", type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT")
-    types = ["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"]
-    add("--llama-types", nargs="+", default=types, metavar="TYPE", help="of --spec-type")
-    add("--dtype", metavar="NAME", help="of the weights; default: the checkpoint's")
-    args = parser.parse_args(argv)
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.llama and args.batch > 1:
         parser.error(f"--batch is {args.batch}; expected 1 with --llama, whose program takes one")
-    return args
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "copies",
+    __doc__,
+    measure,
+    FORM.of,
+    ("--threads", *command.RESULTS),
+    dict(new_tokens=200, max_len=2048, repeats=1),
+    {
+        "checkpoint": dict(type=Path, metavar="CHECKPOINT", help="a model with a chat template"),
+        "--drafts": dict(
+            nargs="+", type=Path, default=[Path("copy")], metavar="DRAFT",
+            help="as `mtpc.compile` takes it: copy, a drafter's directory, copy+DIR",
+        ),
+        "--settings": dict(
+            nargs="+", default=["0", "1", "3", "7", "auto"], metavar="K|auto|budget"
+        ),
+        "--tiers": dict(
+            nargs="+", type=int, default=[0, 1, 3, 7], metavar="K", help="of auto and budget"
+        ),
+        "--prompts": command.NUMBER | dict(default=40, help="of each kind, at most 40"),
+        "--batch": command.NUMBER | dict(default=1, help="prompts at once"),
+        "--minutes": dict(
+            type=float, default=12, metavar="N", help="begin no prompt after so many"
+        ),
+        "--llama": dict(
+            type=Path, metavar="PROGRAMS", help=f"directory of llama.cpp's {SPECULATIVE}"
+        ),
+        "--llama-file": dict(
+            type=Path, metavar="FILE", help="a GGUF file; default: CHECKPOINT"
+        ),
+        "--llama-types": dict(
+            nargs="+", default=["none", "ngram-simple", "ngram-map-k", "ngram-mod", "ngram-cache"],
+            metavar="TYPE", help="of --spec-type",
+        ),
+    },
+    _check,
+)  # fmt: skip
+main, table = BENCHMARK.commands(__name__)

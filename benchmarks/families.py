@@ -14,22 +14,22 @@ another commit or another machine measured are named below the table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.machine import describe_machine, describe_versions
-from benchmarks.harness.results import Record, Table, save
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.rounds import Tell
+from benchmarks.harness.tables import Record, Row, Table
 from mtpc import models
 
 FAMILIES = (*(family.name for family in models.FAMILIES), "llama", "qwen2", "qwen3")
@@ -104,34 +104,31 @@ NOTES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the tests and print the table; exit status 1 if one failed."""
-    args = _parse(argv)
-    tell = command.teller()
-    rows: dict[str, Any] = {f: {"family": f, "commits": {}} for f in FAMILIES}
+def measure(run: Run) -> Iterator[list[Row]]:
+    """Run the tests, and the servers beside them; the run fails if one failed."""
+    args = run.args
+    rows: dict[str, Row] = {f: {"family": f, "commits": {}} for f in FAMILIES}
     for path in args.resume:
         record = json.loads(path.read_text())
         for row in record["rows"]:
             _take(rows[row["family"]], row, record["machine"]["cpu"])
-    args.resume = None  # Where files were is no part of the record.
     for family in args.families or ():
         rows[family]["commits"] = {}
     commit = describe_versions()["commit"]
     untested = [row for row in rows.values() if "tests" not in row["commits"]]
-    _test(untested, tell)
+    _test(untested, run.tell)
     for row in untested:
         row["commits"]["tests"] = commit
-    _keep(args, rows)
+    yield list(rows.values())
     for server in SERVERS:
         beside = [row for family, row in rows.items() if family not in WITHOUT_PEERS[server]]
         for row in beside:
             if getattr(args, f"{server}_python") and server not in row["commits"]:
-                tell(f"{row['family']} in {server}")
+                run.tell(f"{row['family']} in {server}")
                 row[server] = _beside(args, server, row["family"])
                 row["commits"][server] = commit
-                _keep(args, rows)
-    _keep(args, rows).print()
-    return int(any(False in _outcomes(row).values() for row in rows.values()))
+                yield []  # The rows are written again.
+    run.failed = any(False in _outcomes(row).values() for row in rows.values())
 
 
 def _take(into: dict[str, Any], row: dict[str, Any], cpu: str) -> None:
@@ -142,11 +139,6 @@ def _take(into: dict[str, Any], row: dict[str, Any], cpu: str) -> None:
         into[part] = row[part]
     if "tests" in row["commits"]:
         into["passed"] = row["passed"]
-
-
-def _keep(args: argparse.Namespace, rows: dict[str, Any]) -> Table:
-    """Write the record so far."""
-    return save("families", args, {"rows": list(rows.values())}, table)
 
 
 def _test(rows: list[dict[str, Any]], tell: Tell) -> None:
@@ -168,7 +160,7 @@ def test_of(family: str, column: str) -> str:
     return others.get(family, usual.format(family=family))
 
 
-def table(record: Record) -> Table:
+def table_of(record: Record) -> Table:
     """A record's table."""
     words = {True: "yes", False: "no", None: "-"}
     cells, refusals, others = [], [], defaultdict(list)
@@ -245,7 +237,7 @@ def _pytest(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def _beside(args: argparse.Namespace, server: str, family: str) -> dict[str, Any]:
+def _beside(args: Any, server: str, family: str) -> dict[str, Any]:
     """Compare a server's answers with mtpc's for each K; or the reason why it `refused`."""
     python = getattr(args, f"{server}_python").absolute()
     requests = getattr(args, f"{server}_requests")
@@ -271,20 +263,32 @@ def _counts(found: dict[str, dict[str, Any]]) -> str:
     return f"{sum(steps.values()):,} steps{rounded}, {' '.join(shares)}"
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("families", __doc__, *command.RESULTS)
-    for server, requests in (("vllm", 28), ("sglang", 8)):
-        parser.add_argument(f"--{server}-python", type=Path, metavar="VENV/bin/python")
-        help_ = "prompts of 100 new tokens for each K"
-        parser.add_argument(
-            f"--{server}-requests", type=command.positive, default=requests, help=help_
-        )
-    help_ = "records whose parts are kept; of one that several have, the last one's"
-    parser.add_argument("--resume", nargs="+", type=Path, default=[], metavar="RECORD", help=help_)
-    help_ = "with --resume: make these anew"
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, metavar="FAMILY", help=help_)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+_PYTHON: dict[str, Any] = dict(type=Path, metavar="VENV/bin/python")
+_REQUESTS = command.NUMBER | dict(help="prompts of 100 new tokens for each K")
+BENCHMARK = Benchmark(
+    "families",
+    __doc__,
+    measure,
+    table_of,
+    command.RESULTS,
+    options={
+        "--vllm-python": _PYTHON,
+        "--vllm-requests": _REQUESTS | dict(default=28),
+        "--sglang-python": _PYTHON,
+        "--sglang-requests": _REQUESTS | dict(default=8),
+        "--resume": dict(
+            nargs="+",
+            type=Path,
+            default=[],
+            metavar="RECORD",
+            help="records whose parts are kept; of one that several have, the last one's",
+        ),
+        "--families": dict(
+            nargs="+",
+            choices=FAMILIES,
+            metavar="FAMILY",
+            help="with --resume: make these anew",
+        ),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

@@ -3,30 +3,24 @@
     python -m benchmarks.gpu_model                            # needs Triton; nothing is run
     python -m benchmarks.gpu_model --cases glm4-8b:64:3
     python -m benchmarks.gpu_model --out benchmarks/results/paper/gpu_model.json
-    python -m benchmarks.gpu_model --device h100 --measured benchmarks/results/h100/gpu.json \\
-        --cases glm4-0.5b:1:0 glm4-0.5b:1:3 glm4-8b:64:0 --context 72
 
 A case is SHAPE:BATCH:K, or SHAPE:BATCH:K:sampled. Steps are traced, rewritten for the cuda backend
-and scheduled by Inductor, with uninitialised weights. Times are computed; `--measured` puts the
-profiles of a record of benchmarks.gpu_record beside them.
+and scheduled by Inductor, with uninitialised weights. Times are computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.count import Lowered, lowered
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.models import SHAPES, build
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Record, Table, publish
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
+from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc import CompileOptions
 from mtpc.capture.graph import StepGraph
 from mtpc.errors import BackendError
@@ -43,21 +37,6 @@ CASES = ("glm4-0.5b:1:3", "glm4-8b:1:3", "glm4-8b:64:3:sampled", "mla-moe-16b:1:
 BEFORE = ("merge-projections", "fuse-elementwise", "fuse-draft-entry")
 """Passes that are disabled for the first count."""
 SLOWEST, WHOLE = 5, "whole step"
-COLUMNS = ("shape", "batch", "K", "choice", "kernels before", "kernels", "operator", "calls",
-           "launches", "MB moved", "MB least", "us least", "us", "us measured")  # fmt: skip
-NOTES = (
-    "the five operators of each case that are farthest from their floor, and the whole step.",
-    "kernels before: without " + ", ".join(BEFORE) + ". generated: what Inductor writes.",
-    "moved: bytes that programs load and store; least: of what an operator is given and gives.",
-    "us, by the model: 2 for each launch, and the longer of the times of memory and cache (assumed:"
-    " 5.5 TB/s of an H100, 7 of an H200), by the share of 132 processors that have a program; "
-    "products of libraries at their floor.",
-    "us measured: of the operator's kernels in a profile, and of the whole step by events.",
-)
-_LIBRARY = re.compile(r"nvjet|cutlass|cublas|gemv|Cijk_|splitK|dot_kernel|reduce_1Block")
-_GENERATED = re.compile(r"triton_(poi|red|per)_")
-_MOST_OFF = 0.1
-"""Share of a step's launches that a profile may lack."""
 
 
 @dataclass(frozen=True)
@@ -92,82 +71,21 @@ class Case:
         return f"{self.shape}:{self.batch}:{self.spec_tokens}{chosen}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Count and print."""
-    args = _parse(argv)
-    tell = command.teller()
-    rows: list[dict[str, Any]] = []
-    seen = json.loads(args.measured.read_text())["rows"] if args.measured else ()
-    for case in args.cases:
-        tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
-        profile = profile_of(seen, case)
-        for row in case_rows(case, args.context, args.device):
-            rows.append({**row, "measured": measured(row["operator"], row["names"], profile)})
-    args.cases, args.measured = " ".join(map(str, args.cases)), str(args.measured or "")
-    publish("gpu_model", args, {"machine": ON_PAPER, "rows": rows}, table)
-    return 0
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("gpu_model", __doc__, *command.RESULTS)
-    add = parser.add_argument
-    default = [Case.of(text) for text in CASES]
-    add("--cases", type=Case.of, nargs="+", default=default, metavar="SHAPE:BATCH:K[:sampled]")
-    add("--context", type=command.positive, default=4096, metavar="N", help="tokens of a request")
-    add("--device", choices=("h100", "h200"), default="h200")
-    add("--measured", type=Path, metavar="RECORD", help="benchmarks.gpu_record's, with profiles")
-    return parser.parse_args(argv)
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The rows of each case."""
+    run.facts["machine"] = ON_PAPER
+    cases, run.args.cases = run.args.cases, " ".join(map(str, run.args.cases))
+    for case in cases:
+        run.tell(f"{case.shape}, batch {case.batch}, K={case.spec_tokens}")
+        yield case_rows(case, run.args.context, run.args.device)
 
 
 def unfilled(shape: str, layers: int) -> LoadedModel:
     """A model of a shape with uninitialised weights, which take no memory."""
-    loaded, _ = build(shape, "meta", layers, accepting=False)
+    loaded = build(shape, "meta", layers, accepting=False)
     for module in (loaded.target, *loaded.mtp_layers):
         module.to_empty(device="cpu")
     return loaded
-
-
-def profile_of(rows: Sequence[Mapping[str, Any]], case: Case) -> dict[str, float]:
-    """Seconds of each kernel of a case's step, and of the step under the name `WHOLE`.
-
-    They are of the last run that lists nearly all kernels, and whose kernels do not overlap; {} if
-    there is none.
-
-    Args:
-        rows: of a record of benchmarks.gpu_record.
-        case: greedy; of another, nothing is measured.
-    """
-    wanted = (case.shape, case.spec_tokens, case.batch)
-    same = [r for r in rows if (r["shape"], r["spec_tokens"], r["batch"]) == wanted]
-    found: dict[str, float] = {}
-    for whole in same if not case.sampled else ():
-        if whole["part"] not in ("speed", "profile") or "kernels" not in whole:
-            continue
-        kernels = [r for r in same if (r["part"], r["run"]) == ("kernel", whole["run"])]
-        count, ms = (sum(r[name] for r in kernels) for name in ("kernels", "ms_device"))
-        is_whole = abs(count - whole["kernels"]) <= _MOST_OFF * whole["kernels"]
-        if is_whole and ms <= whole["ms_device"]:
-            found = {r["engine"]: 1e-3 * r["ms_device"] for r in kernels}
-            found[WHOLE] = 1e-3 * whole["ms_device"]
-    return found
-
-
-def measured(operator: str, names: Sequence[str], profile: Mapping[str, float]) -> float | None:
-    """Seconds of an operator's kernels in a profile; None if it has none of them.
-
-    Args:
-        operator: its name, or `WHOLE`.
-        names: of its kernels.
-        profile: as `profile_of` returns it.
-    """
-    from benchmarks.gpu.traffic import GENERATED, LIBRARY
-
-    if operator == WHOLE:
-        return profile.get(WHOLE)
-    classes = {LIBRARY: _LIBRARY, GENERATED: _GENERATED}
-    patterns = [classes.get(name, re.compile(re.escape(name))) for name in names]
-    found = [s for kernel, s in profile.items() if any(p.search(kernel) for p in patterns)]
-    return sum(found) if found else None
 
 
 def case_rows(case: Case, context: int, device: str) -> list[dict[str, Any]]:
@@ -250,23 +168,47 @@ def step(
     return graph, lowered(graph)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    cells = [
-        [
-            row["shape"], str(row["batch"]), str(row["spec_tokens"]),
-            "sampled" if row["sampled"] else "greedy", str(row["kernels_before"]),
-            str(row["kernels"]), row["operator"], str(row["calls"]), str(row["launches"]),
-            f"{row['moved'] / 1e6:.1f}", f"{row['least'] / 1e6:.1f}",
-            f"{1e6 * row['floor']:.0f}", f"{1e6 * row['seconds']:.0f}",
-            "-" if row["measured"] is None else f"{1e6 * row['measured']:.0f}",
-        ]
-        for row in record["rows"]
-    ]  # fmt: skip
-    context, device = (record["arguments"][name] for name in ("context", "device"))
-    title = f"Decode steps of an {device.upper()} by the model, {context} tokens of context"
-    return Table(title, COLUMNS, cells, NOTES)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+FORM = TableForm(
+    "Decode steps of an {device} by the model, {context} tokens of context",
+    (
+        *fields("shape, batch, K=spec_tokens"),
+        Column("choice", lambda row, _: "sampled" if row["sampled"] else "greedy"),
+        Column("kernels before", "kernels_before", "", "without " + ", ".join(BEFORE) + "."),
+        *fields("kernels, operator, calls, launches"),
+        Column("MB moved", "moved", ".1f", "what programs load and store.", 1e-6),
+        Column("MB least", "least", ".1f", "what an operator is given and gives.", 1e-6),
+        Column("us least", "floor", ".0f", factor=1e6),
+        Column(
+            "us", "seconds", ".0f",
+            "by the model: 2 for each launch, and the longer of the times of memory and cache "
+            "(assumed: 5.5 TB/s of an H100, 7 of an H200), by the share of 132 processors that "
+            "have a program; products of libraries at their floor.", 1e6,
+        ),
+        Column(
+            "us measured", "measured", ".0f",
+            "in older records: of the operator's kernels in a profile.", 1e6,
+        ),
+    ),
+    (
+        "the five operators of each case that are farthest from their floor, and the whole step.",
+        "generated: what Inductor writes.",
+    ),
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "gpu_model",
+    __doc__,
+    measure,
+    FORM.of,
+    command.RESULTS,
+    options={
+        "--cases": dict(
+            type=Case.of,
+            nargs="+",
+            default=[Case.of(text) for text in CASES],
+            metavar="SHAPE:BATCH:K[:sampled]",
+        ),
+        "--context": command.NUMBER | dict(default=4096, help="tokens of a request"),
+        "--device": dict(choices=("h100", "h200"), default="h200"),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

@@ -8,32 +8,27 @@ The stem of a file's name is the name of the run.
 from __future__ import annotations
 
 import csv
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rows import FIGURES, figures
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.machine import describe_machine
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.tables import Record, Row, Table
 
 _WORDS = {"part", "device", "shape", "engine", "note"}
 _CHECKS = ("ops", "gate", "sampling", "aot")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the record."""
-    parser = command.new_parser("gpu_record", __doc__, *command.RESULTS)
-    parser.add_argument("files", nargs="+", type=Path, help="CSV files of benchmarks.gpu")
-    args = parser.parse_args(argv)
-    rows = [row for path in args.files for row in read(path)]
-    args.files = None
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The rows of all files."""
+    rows = [row for path in run.args.files for row in read(path)]
     devices = ", ".join(sorted({row["device"] for row in rows}))
-    measured = {"machine": {**describe_machine(), "gpu": devices}, "rows": rows}
-    publish("gpu_record", args, measured, table)
-    return 0
+    run.facts["machine"] = {**describe_machine(), "gpu": devices}
+    yield rows
 
 
 def read(path: Path) -> Iterable[dict[str, Any]]:
@@ -50,7 +45,7 @@ def _value(name: str, text: str) -> str | float | bool:
     return text if name in _WORDS else float(text)
 
 
-def table(record: Record) -> Table:
+def table_of(record: Record) -> Table:
     """A record's table: timed rows and the number of checks, without a profile's kernels."""
     rows = record["rows"]
     shown = [
@@ -75,5 +70,12 @@ def _passed(rows: Iterable[Mapping[str, Any]], part: str) -> str:
     return f"{passed[True]} of {len(checks)} cases passed: {names}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "gpu_record",
+    __doc__,
+    measure,
+    table_of,
+    command.RESULTS,
+    options={"files": dict(nargs="+", type=Path, help="CSV files of benchmarks.gpu")},
+)
+main, table = BENCHMARK.commands(__name__)

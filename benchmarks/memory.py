@@ -10,17 +10,16 @@ compiles shows the memory of compilation.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.large import MIMO_7B, write_codes
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import Columns, Record, Table, publish
 from benchmarks.harness.startup_child import start_here
+from benchmarks.harness.tables import Column, Row, TableForm
 from mtpc import CompileOptions
 from mtpc.layout import graph_keys
 from mtpc.program.open_cache import open_cache, plan_model
@@ -30,57 +29,25 @@ from mtpc.weights.quantise import SCHEMES
 
 MIB = 2**20
 LARGE = {**SHAPES, "7b": MIMO_7B}
-COLUMNS: Columns[dict[str, Any]] = {
-    "start": lambda row: row["start"],
-    "weights MiB": lambda row: f"{row['weights_bytes'] / MIB:.0f}",
-    "pool and buffers MiB": lambda row: f"{row['state_bytes'] / MIB:.0f}",
-    "resident MiB": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
-    "ratio": lambda row: f"{row['ratio']:.2f}",
-    "peak MiB": lambda row: f"{row['peak_bytes'] / MIB:.0f}",
-    # Older records do not have it.
-    "planned MiB": lambda r: f"{r['planned_bytes'] / MIB:.0f}" if "planned_bytes" in r else "-",
-    "resident over planned": lambda row: (
-        f"{row['resident_bytes'] / row['planned_bytes']:.2f}" if "planned_bytes" in row else "-"
-    ),
-}
-NOTES = (
-    "weights: the checkpoint's tensors; resident: growth since the imports, after decoding.",
-    "planned: packed weights, pool and buffers, as mtpc counts them before it binds a step; weights"
-    " that are read as stored stay in their files.",
-    "ratio: resident over weights, pool and buffers; the goal is at most 1.08, of both ratios.",
-    "peak: most that was resident at any moment, less what was after the imports; of a warm start,"
-    " that is packing.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    args = _parse(argv)
-    tell = command.teller()
+def measure(run: Run) -> Iterator[list[Row]]:
+    """A process that compiles, and one that finds what is compiled."""
     names = ("spec_tokens", "batch_buckets", "max_len")
-    options = {name: getattr(args, name) for name in names}
-    with command.working_directory(args.workdir) as workdir:
-        tell(f"write {workdir / 'mimo'}")
-        _write(workdir / "mimo", args)
-        rows = []
-        for start in ("just compiled", "warm"):
-            tell(start)
-            rows.append({"start": start, **_measure(workdir.absolute(), options)})
-    publish("memory", args, {"rows": rows}, table)
-    return 0
+    options = {name: getattr(run.args, name) for name in names}
+    run.tell(f"write {run.workdir / 'mimo'}")
+    _write(run.workdir / "mimo", run.args)
+    for start in ("just compiled", "warm"):
+        run.tell(start)
+        yield [{"start": start, **_measure(run.workdir.absolute(), options)}]
 
 
-def _write(directory: Path, args: argparse.Namespace) -> None:
+def _write(directory: Path, args: Any) -> None:
     """Write the checkpoint, unless it exists: a large one takes minutes."""
     if args.quantize is None and args.shape in SHAPES:
         write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False)
     elif not (directory / "config.json").is_file():
         write_codes(directory, LARGE[args.shape], args.quantize)
-
-
-def table(record: Record) -> Table:
-    """A record's table."""
-    return Table.of("Memory", COLUMNS, record["rows"], NOTES)
 
 
 def _measure(workdir: Path, options: dict[str, Any]) -> dict[str, float]:
@@ -111,15 +78,52 @@ def planned_bytes(directory: str, options: dict[str, Any], rank: int = 0) -> int
     return need.weights + need.buffers
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    defaults = dict[str, Any](spec_tokens=3, batch_buckets=[1, 8], max_len=1024)
-    parser = command.new_parser("memory", __doc__, *command.FILES, **defaults)
-    add = parser.add_argument
-    add("--shape", choices=LARGE, default="0.5b", help="sizes of the model")
-    codes = [name for name, scheme in SCHEMES.items() if scheme.kind == "int4"]
-    add("--quantize", choices=codes, metavar="SCHEME", help="random codes of a scheme, not weights")
-    return parser.parse_args(argv)
+def _over_planned(row: Row, rows: Sequence[Row]) -> float | None:
+    """Older records do not have it."""
+    return row["resident_bytes"] / row["planned_bytes"] if "planned_bytes" in row else None
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+FORM = TableForm(
+    "Memory",
+    (
+        Column("start"),
+        Column("weights MiB", "weights_bytes", ".0f", "the checkpoint's tensors.", 1 / MIB),
+        Column("pool and buffers MiB", "state_bytes", ".0f", "", 1 / MIB),
+        Column(
+            "resident MiB", "resident_bytes", ".0f",
+            "growth since the imports, after decoding.", 1 / MIB,
+        ),
+        Column(
+            "ratio", "ratio", ".2f",
+            "resident over weights, pool and buffers; the goal is at most 1.08, of both ratios.",
+        ),
+        Column(
+            "peak MiB", "peak_bytes", ".0f",
+            "most that was resident at any moment, less what was after the imports; of a warm "
+            "start, that is packing.", 1 / MIB,
+        ),
+        Column(
+            "planned MiB", "planned_bytes", ".0f",
+            "packed weights, pool and buffers, as mtpc counts them before it binds a step; weights "
+            "that are read as stored stay in their files.", 1 / MIB,
+        ),
+        Column("resident over planned", _over_planned, ".2f"),
+    ),
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "memory",
+    __doc__,
+    measure,
+    FORM.of,
+    command.FILES,
+    dict(spec_tokens=3, batch_buckets=[1, 8], max_len=1024),
+    {
+        "--shape": dict(choices=LARGE, default="0.5b", help="sizes of the model"),
+        "--quantize": dict(
+            choices=[name for name, scheme in SCHEMES.items() if scheme.kind == "int4"],
+            metavar="SCHEME",
+            help="random codes of a scheme, not weights",
+        ),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

@@ -9,7 +9,6 @@ program, in rounds. The server listens on loopback, and its clients are in anoth
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import queue
@@ -19,7 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,19 +31,10 @@ from torch import Tensor
 import mtpc
 from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.decoders import Prompts
-from benchmarks.harness.machine import CpuWatch
-from benchmarks.harness.models import SHAPES
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Columns,
-    Counts,
-    Record,
-    Table,
-    publish,
-    sample_counts,
-)
-from benchmarks.harness.sampling import ATTEMPTS, Tell
+from benchmarks.harness.rounds import Case
+from benchmarks.harness.tables import SAMPLES, Column, Row, TableForm, fields
 from mtpc import AsyncEngine, Engine
 from mtpc.layout import StepKey
 from mtpc.program.program import CapturedStep, Program
@@ -53,23 +44,6 @@ from mtpc.server.run import Running, run_server
 GOALS = {"replay": 1.0, "Engine": 0.97, "AsyncEngine": 0.95, "mtpc serve": 0.90}
 """The goal: the least share of bare replay's tokens per second."""
 NAME = "model"
-COLUMNS: Columns[Row] = {
-    "batch": lambda row: str(row.batch),
-    "path": lambda row: row.path,
-    "tokens/s": lambda row: f"{row.tokens_per_s:.1f}",
-    "of replay": lambda row: f"{row.of_replay:.1%}",
-    "goal": lambda row: f"{row.goal:.0%}",
-    "steps": lambda row: str(row.steps),
-    "ms/step": lambda row: f"{row.ms_per_step:.2f}",
-    "samples": sample_counts,
-}
-NOTES = (
-    "tokens/s: all new tokens, over the time from the first request to the last token, prefill "
-    "included; medians.",
-    "of replay: tokens/s over those of bare replay in the same round; median over rounds.",
-    "steps: replays, of prefill chunks and decode steps; ms/step: time over them.",
-    SAMPLES_NOTE,
-)
 
 
 @dataclass(frozen=True)
@@ -83,15 +57,6 @@ class Work:
     def tokens(self) -> int:
         """New tokens of all requests."""
         return len(self.prompts) * self.new_tokens
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One run: seconds, replays, CPU seconds of clients, and the CPU share of other processes."""
-
-    seconds: float
-    steps: int
-    foreign_share: float
 
 
 class TapedProgram:
@@ -221,85 +186,55 @@ def _check(tokens: int, work: Work) -> None:
         raise RuntimeError(f"{tokens} tokens came, {work.tokens} were asked for")
 
 
-@dataclass
-class Case:
-    """A batch on one path, and its samples so far."""
-
-    path: str
-    work: Work
-    samples: list[Sample] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return f"batch {len(self.work.prompts)}, {self.path}"
-
-
-@dataclass(frozen=True)
-class Row(Counts):
-    """A path's figures."""
-
-    batch: int
-    path: str
-    tokens_per_s: float
-    of_replay: float
-    goal: float
-    steps: int
-    ms_per_step: float
+def take(paths: Paths, program: Program, work: Work) -> Row:
+    """One sample: all paths, one after another; seconds and steps of each."""
+    found, child_cpu_s = Row(), 0.0
+    for path in GOALS:
+        before = sum(program.replays.values())
+        seconds, cpu_s = paths.run(path, work)
+        found[path] = dict(seconds=seconds, steps=sum(program.replays.values()) - before)
+        child_cpu_s += cpu_s
+    return {**found, "child_cpu_s": child_cpu_s}
 
 
-def sample_in_turns(
-    cases: Sequence[Case], paths: Paths, program: Program, args: argparse.Namespace, tell: Tell
-) -> None:
-    """Sample all cases in rounds; every case has one sample per round."""
-    for case in cases:
-        tell(f"warm up: {case}")
-        paths.run(case.path, case.work)
-    for turn in range(1, args.repeats * ATTEMPTS + 1):
-        if turn > args.repeats and len(_kept(cases, args.max_foreign)) >= args.repeats:
-            return
-        for case in cases:
-            watch, before = CpuWatch(), sum(program.replays.values())
-            seconds, child_cpu_s = paths.run(case.path, case.work)
-            steps = sum(program.replays.values()) - before
-            case.samples.append(Sample(seconds, steps, watch.foreign_share(child_cpu_s)))
-            tell(f"round {turn}: {case}: {case.work.tokens / seconds:.1f} tokens/s, {steps} steps")
-
-
-def _kept(cases: Sequence[Case], max_foreign: float) -> list[int]:
-    """The rounds in which no case was disturbed."""
-    count = min(len(case.samples) for case in cases)
-    return [
-        turn
-        for turn in range(count)
-        if all(case.samples[turn].foreign_share <= max_foreign for case in cases)
-    ]
-
-
-def summarise(cases: Sequence[Case], max_foreign: float) -> Iterator[Row]:
-    """The rows of all cases, from rounds in which no case of the same batch was disturbed."""
-    for case in cases:
-        rivals = [c for c in cases if c.work is case.work]
-        replay = next(c for c in rivals if c.path == "replay")
-        clean = _kept(rivals, max_foreign)
-        turns = clean or range(len(case.samples))
-        samples = [case.samples[turn] for turn in turns]
-        yield Row(
-            batch=len(case.work.prompts),
-            path=case.path,
-            tokens_per_s=median(case.work.tokens / sample.seconds for sample in samples),
-            of_replay=median(replay.samples[t].seconds / case.samples[t].seconds for t in turns),
-            goal=GOALS[case.path],
-            steps=round(median(sample.steps for sample in samples)),
-            ms_per_step=median(1e3 * sample.seconds / sample.steps for sample in samples),
-            samples=len(samples),
-            discarded=len(case.samples) - len(samples),
-            disturbed=not clean,
-            taken=tuple(case.samples),
+def summary(work: Work, samples: Sequence[Row]) -> Row:
+    """The rows of all paths; ratios are of the same round."""
+    rows = []
+    for path, goal in GOALS.items():
+        runs = [sample[path] for sample in samples]
+        replays = [sample["replay"]["seconds"] for sample in samples]
+        pairs = list(zip(replays, runs, strict=True))
+        row = dict(
+            path=path,
+            tokens_per_s=median(work.tokens / run["seconds"] for run in runs),
+            of_replay=median(replay / run["seconds"] for replay, run in pairs),
+            goal=goal,
+            steps=round(median(run["steps"] for run in runs)),
+            ms_per_step=median(1e3 * run["seconds"] / run["steps"] for run in runs),
         )
+        rows.append(row)
+    return dict(paths=rows)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    return Table.of("Overhead", COLUMNS, (Row(**row) for row in record["rows"]), NOTES)
+FORM = TableForm(
+    "Overhead",
+    (
+        *fields("batch, path"),
+        Column(
+            "tokens/s", "tokens_per_s", ".1f",
+            "all new tokens, over the time from the first request to the last token, prefill "
+            "included; medians.",
+        ),
+        Column(
+            "of replay", "of_replay", ".1%",
+            "tokens/s over those of bare replay in the same round; median over rounds.",
+        ),
+        Column("goal", "goal", ".0%"),
+        Column("steps", "steps", "", "replays, of prefill chunks and decode steps."),
+        Column("ms/step", "ms_per_step", ".2f", "time over steps."),
+        SAMPLES,
+    ),
+)  # fmt: skip
 
 
 def give_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -328,49 +263,47 @@ def served(model: mtpc.SpecModel) -> Iterator[Running]:
 @contextmanager
 def clients() -> Iterator[subprocess.Popen[str]]:
     """Start the clients' process."""
-    command = [sys.executable, "-m", "benchmarks.harness.stream_client"]
+    line = [sys.executable, "-m", "benchmarks.harness.stream_client"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
+    with subprocess.Popen(line, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as process:
         yield process
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell = command.begin(args)
-    shape = SHAPES[args.shape]
-    with command.working_directory(args.workdir) as workdir:
-        directory = command.write_mimo(args, workdir, tell, args.weights == "accepting").directory
-        give_tokenizer(directory, shape.vocab_size)
-        tell("compile")
-        model = mtpc.compile(
-            directory,
-            spec_tokens=args.spec_tokens,
-            batch_buckets=args.batches,
-            max_len=args.prompt_tokens + args.new_tokens,
-            backend=args.backend,
-            sampling=True,
-            prefix_caching=False,
-        )
-        prompts = command.plan_of(args).prompts(max(args.batches), shape.vocab_size)
-        works = [Work(prompts[:batch], args.new_tokens) for batch in args.batches]
-        cases = [Case(path, work) for work in works for path in GOALS]
-        with served(model) as running, clients() as client:
-            paths = Paths(model, running, client)
-            sample_in_turns(cases, paths, model.program, args, tell)
-    rows = [asdict(row) for row in summarise(cases, args.max_foreign)]
-    publish("overhead", args, {"rows": rows}, table)
-    return 0
+def measure(run: Run) -> Iterator[list[Row]]:
+    """A case for each batch, which has a row for each path."""
+    args = run.args
+    directory = run.write_mimo(args.weights == "accepting").directory
+    give_tokenizer(directory, run.vocab_size)
+    run.tell("compile")
+    model = mtpc.compile(
+        directory,
+        spec_tokens=args.spec_tokens,
+        batch_buckets=args.batches,
+        max_len=args.prompt_tokens + args.new_tokens,
+        backend=args.backend,
+        sampling=True,
+        prefix_caching=False,
+    )
+    prompts = run.prompts(max(args.batches))
+    with served(model) as running, clients() as client:
+        paths, cases = Paths(model, running, client), list[Case]()
+        for batch in args.batches:
+            work = Work(prompts[:batch], args.new_tokens)
+            once = partial(take, paths, model.program, work)
+            cases.append(Case(dict(batch=batch), once, once, summary=partial(summary, work)))
+        rows = run.sample(cases)
+    yield [{**row, **path} for row in rows for path in row.pop("paths")]
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "overhead", __doc__, *command.FILES, "--shape", "--backend", *command.SAMPLING,
+BENCHMARK = Benchmark(
+    "overhead",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--shape", "--backend", *command.SAMPLING),
+    dict(
         weights="accepting", spec_tokens=3, batches=[1, 4, 8], prompt_tokens=32, new_tokens=128,
         repeats=5,
-    )  # fmt: skip
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    ),
+)  # fmt: skip
+main, table = BENCHMARK.commands(__name__)

@@ -13,11 +13,9 @@ of windows. The default text is of Python's help topics (`pydoc_data`), without 
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -26,14 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
-from benchmarks.harness.results import (
-    Record,
-    Table,
-    earlier_rows,
-    publish,
-    save,
-)
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc.cli.demo import chosen_checkpoint
 from mtpc.config import SCHEMES
 from mtpc.evaluation.engines import MtpcEngine
@@ -49,57 +41,6 @@ CALIBRATES = 1000
 """`mtpc quantize --calibration` reads so many characters of each help topic."""
 WAYS = ("schemes", "files", "kv_cache_dtypes")
 """Arguments that name rows: a run that goes on may have others."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one way of storing weights, or the KV cache, costs.
-
-    Attributes:
-        name: the scheme, or the file's name.
-        bits: bits of a weight of the matrices that a step reads.
-        ratio: perplexity over that of the plain weights, both in transformers; None for the cache.
-        ratio_error: its standard error.
-        divergence: mean KL divergence from the plain model's distribution of a token, in nats.
-        run_ratio: perplexity over that of the plain weights, both in mtpc; None if not run.
-        run_error: its standard error.
-        same: share of tokens for which mtpc chooses what it chooses with plain weights.
-    """
-
-    name: str
-    bits: float
-    ratio: float | None
-    ratio_error: float | None
-    divergence: float | None
-    run_ratio: float | None
-    run_error: float | None
-    same: float | None
-
-
-def table(record: Record) -> Table:
-    """A record's table."""
-    heads = ("weights", "bits a weight", "weights alone", "KL", "as run", "same next token")
-    body = [
-        (
-            row["name"],
-            f"{row['bits']:.2f}",
-            _with_error(row["ratio"], row["ratio_error"]),
-            "-" if row["divergence"] is None else f"{row['divergence']:.4f}",
-            _with_error(row["run_ratio"], row["run_error"]),
-            "-" if row["same"] is None else f"{row['same']:.1%}",
-        )
-        for row in record["rows"]
-    ]
-    notes = [
-        "weights alone, as run: perplexity over that of plain weights, with its standard error",
-        f"{record['tokens']} tokens in windows of {WINDOW}; plain perplexity "
-        f"{record['perplexity']:.3f}",
-    ]
-    return Table("What fewer bits cost", heads, body, notes)
-
-
-def _with_error(ratio: float | None, error: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.4f} ± {error:.4f}"
 
 
 def over_plain(found: Tensor, plain: Tensor) -> tuple[float, float]:
@@ -183,7 +124,7 @@ def compared(model: Any, windows: Tensor, plain: Sequence[Tensor]) -> tuple[Tens
     return torch.stack(found), divergence / len(windows)
 
 
-def run(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def run_windows(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Losses and choices [windows, WINDOW - 1] of mtpc's cpu backend: a batch does not change a
     row."""
     sizes: dict[str, Any] = {"batch_buckets": (8,), "max_len": WINDOW + 16, "sampling": True}
@@ -194,34 +135,33 @@ def run(checkpoint: Path, windows: Tensor, **options: Any) -> tuple[Tensor, Tens
     return loss, torch.tensor([[entry.top[0][0] for entry in row] for row in scored])
 
 
-def measure(args: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
-    """All rows; each is written when it is done, after those of a run that ended early."""
-    rows = earlier_rows("quality", args, WAYS)
+def measure(run: Run) -> Iterator[list[Row]]:
+    """A row for each way, after those of a run that ended early."""
+    args, rows = run.args, run.earlier_rows(WAYS)
     source = chosen_checkpoint(args.checkpoint)
     windows, plain = windows_of(source, args.texts, args.windows), Way(Checkpoint(source))
-    tell(f"plain weights: {windows.numel()} tokens")
+    run.tell(f"plain weights: {windows.numel()} tokens")
     known, wanted = plainly(plain.model(), windows)
-    ran = run(source, windows) if args.run else None
-    whole = {"tokens": wanted.numel(), "perplexity": math.exp(float(wanted.mean()))}
+    ran = run_windows(source, windows) if args.run else None
+    run.facts |= {"tokens": wanted.numel(), "perplexity": math.exp(float(wanted.mean()))}
+    yield rows
     for name, way, options in _ways(args, source):
         if any(row["name"] == name for row in rows):
             continue
-        tell(name)
-        ratio: tuple[float | None, ...] = (None, None, None)
+        run.tell(name)
+        row: Row = dict.fromkeys(FIGURES) | {"name": name, "bits": way.bits}
         if "kv_cache_dtype" not in options:
-            found, divergence = compared(way.model(), windows, known)
-            ratio = (*over_plain(found, wanted), divergence)
-        as_run: tuple[float | None, ...] = (None, None, None)
+            found, row["divergence"] = compared(way.model(), windows, known)
+            row["ratio"], row["ratio_error"] = over_plain(found, wanted)
         if ran is not None:
-            loss, choices = run(way.checkpoint.directory, windows, **options)
-            as_run = (*over_plain(loss, ran[0]), float((choices == ran[1]).float().mean()))
-        rows.append(asdict(Row(name, way.bits, *ratio, *as_run)))
-        save("quality", args, {"rows": rows, **whole}, table)
-        tell(str(rows[-1]))
-    return {"rows": rows, **whole}
+            loss, choices = run_windows(way.checkpoint.directory, windows, **options)
+            row["run_ratio"], row["run_error"] = over_plain(loss, ran[0])
+            row["same"] = float((choices == ran[1]).float().mean())
+        run.tell(str(row))
+        yield [row]
 
 
-def _ways(args: argparse.Namespace, source: Path) -> Iterator[tuple[str, Way, dict[str, Any]]]:
+def _ways(args: Any, source: Path) -> Iterator[tuple[str, Way, dict[str, Any]]]:
     """Name, weights and options of each row."""
     for scheme in args.schemes:
         yield scheme, Way(Checkpoint(source), scheme), {"quantize": scheme}
@@ -241,26 +181,50 @@ def windows_of(checkpoint: Path, texts: Sequence[Path], count: int) -> Tensor:
     return whole[:: max(1, len(whole) // count)][:count]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    publish("quality", args, measure(args, command.begin(args)), table)
-    return 0
+FIGURES = (
+    "name", "bits", "ratio", "ratio_error", "divergence", "run_ratio", "run_error", "same",
+)  # fmt: skip
+"""Of a row: bits of a weight of the matrices that a step reads; perplexity over that of the plain
+weights, both in transformers, and its standard error, None for the KV cache; mean KL divergence
+from the plain model's distribution of a token, in nats; perplexities' ratio in mtpc, and its error;
+share of tokens for which mtpc chooses what it chooses with plain weights."""
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("quality", __doc__, *command.RESULTS, "--threads")
-    add = parser.add_argument
-    add("checkpoint", nargs="?", type=Path, help="plain weights (default: the demo model)")
-    add("--files", nargs="*", type=Path, default=[], metavar="FILE", help="with fewer bits")
-    add("--schemes", nargs="*", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME")
-    add("--kv-cache-dtypes", nargs="*", default=[], metavar="NAME")
-    add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
-    add("--windows", type=positive, default=64, help=f"of {WINDOW} tokens (default: 64)")
-    text = "measure transformers alone, without mtpc"
-    add("--no-run", dest="run", action="store_false", help=text)
-    return parser.parse_args(argv)
+def _with_error(ratio: str, error: str) -> Any:
+    return lambda row, _: None if row[ratio] is None else f"{row[ratio]:.4f} ± {row[error]:.4f}"
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+FORM = TableForm(
+    "What fewer bits cost",
+    (
+        *fields("weights=name, bits a weight=bits:.2f"),
+        Column("weights alone", _with_error("ratio", "ratio_error")),
+        Column("KL", "divergence", ".4f"),
+        Column("as run", _with_error("run_ratio", "run_error")),
+        Column("same next token", "same", ".1%"),
+    ),
+    lambda record: [
+        "weights alone, as run: perplexity over that of plain weights, with its standard error",
+        f"{record['tokens']} tokens in windows of {WINDOW}; plain perplexity "
+        f"{record['perplexity']:.3f}",
+    ],
+)
+BENCHMARK = Benchmark(
+    "quality",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.RESULTS, "--threads"),
+    options={
+        "checkpoint": dict(nargs="?", type=Path, help="plain weights (default: the demo model)"),
+        "--files": dict(nargs="*", type=Path, default=[], metavar="FILE", help="with fewer bits"),
+        "--schemes": dict(nargs="*", choices=SCHEMES, default=list(SCHEMES), metavar="SCHEME"),
+        "--kv-cache-dtypes": dict(nargs="*", default=[], metavar="NAME"),
+        "--texts": dict(nargs="*", type=Path, default=[], metavar="FILE"),
+        "--windows": command.NUMBER | dict(default=64, help=f"of {WINDOW} tokens (default: 64)"),
+        "--no-run": dict(
+            dest="run", action="store_false", help="measure transformers alone, without mtpc"
+        ),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

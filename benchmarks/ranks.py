@@ -12,87 +12,42 @@ torch's profiler, which gives the share of a step in collectives.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from statistics import median
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mtpc
-from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run, read_report
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Columns, Record, Table, publish
+from benchmarks.harness.rounds import Case
+from benchmarks.harness.tables import SAMPLES, Column, Row, TableForm, fields
 from benchmarks.memory import planned_bytes
 from mtpc.program.follow import LeadingProgram
 from mtpc.program.program import Program
 
 MIB = 2**20
 COLLECTIVES = ("all_reduce", "all_gather", "vocab_embedding", "vocab_max", "first_rank")
-COLUMNS: Columns[dict[str, Any]] = {
-    "K": lambda row: str(row["spec_tokens"]),
-    "batch": lambda row: str(row["batch"]),
-    "ranks": lambda row: str(row["ranks"]),
-    "threads each": lambda row: str(row["threads"]),
-    "ms a step": lambda row: f"{row['ms_per_step']:.2f}",
-    "collectives ms": lambda row: _of_several(row, f"{row['collective_ms']:.2f}"),
-    "of a step": lambda row: _of_several(row, f"{row['collective_ms'] / row['profiled_ms']:.0%}"),
-    "calls a step": lambda row: _of_several(row, f"{row['collective_calls']:.0f}"),
-    "bytes sent a step": lambda row: _of_several(row, f"{row['bytes_per_step']:.0f}"),
-    "in idle steps": lambda row: _of_several(row, f"{row['idle_bytes']:.0f}"),
-    "resident MiB a rank": lambda row: f"{row['resident_bytes'] / MIB:.0f}",
-    "weights and pool MiB": lambda row: f"{row['held_bytes'] / MIB:.0f}",
-    "samples": lambda row: str(row["samples"]),
-}
-NOTES = (
-    "ms a step: of decode steps, rank 0's, medians of samples.",
-    "collectives ms: mean time of rank 0 in collectives, waiting for the others included, under the"
-    " profiler; of a step: of a profiled step.",
-    "bytes sent a step: rank 0's messages to another rank; in idle steps, in which the host writes"
-    " nothing: the step's number alone, in 256 bytes.",
-    "resident: growth of a process since its imports, after decoding; of the largest rank.",
-    "weights and pool: bytes of the weights that a rank's steps are bound to, and of its buffers.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    args = _parse(argv)
-    if args.child:
-        _child(json.loads(args.child))
-        return 0
-    tell = command.teller()
-    samples: list[dict[str, Any]] = []
-    with command.working_directory(args.workdir) as workdir:
-        command.write_mimo(args, workdir, tell, accepting=True)
-        for turn in range(1, args.repeats + 1):
-            for k, batch in ((k, batch) for k in args.spec_tokens for batch in args.batches):
-                for ranks in (1, args.ranks):
-                    tell(f"round {turn}: K={k}, batch {batch}, {ranks} rank(s)")
-                    samples.append(_sample(workdir.absolute(), args, k, batch, ranks))
-    publish("ranks", args, {"rows": [*_rows(samples)]}, table)
-    return 0
+def measure(run: Run) -> Iterator[list[Row]]:
+    """One rank and several, in rounds, for each K and batch."""
+    args, cases = run.args, list[Case]()
+    run.write_mimo(accepting=True)
+    for k, batch, ranks in product(args.spec_tokens, args.batches, (1, args.ranks)):
+        row = dict(spec_tokens=k, batch=batch, ranks=ranks, threads=args.threads // ranks)
+        cases.append(Case(row, partial(_sample, run, k, batch, ranks)))
+    yield run.sample(cases)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    return Table.of("Ranks", COLUMNS, record["rows"], NOTES)
-
-
-def _of_several(row: dict[str, Any], cell: str) -> str:
-    return "-" if row["ranks"] == 1 else cell
-
-
-def _sample(
-    workdir: Path, args: argparse.Namespace, spec_tokens: int, batch: int, ranks: int
-) -> dict[str, Any]:
+def _sample(run: Run, spec_tokens: int, batch: int, ranks: int) -> Row:
     """Run one group of processes; returns the report of its rank 0."""
+    args, workdir = run.args, run.workdir.absolute()
     job = {
         "directory": str(workdir / "accepting"),
         "size": ranks,
@@ -103,39 +58,26 @@ def _sample(
             "cache_dir": str(workdir / "cache"),
             "spec_tokens": spec_tokens,
             "batch_buckets": [batch],
-            "max_len": command.max_len(args),
+            "max_len": run.max_len,
             "backend": "cpu",
             "tensor_parallel_size": ranks,
         },
     }
     with tempfile.TemporaryDirectory() as directory:
-        processes = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "benchmarks.ranks", "--child"),
-                    json.dumps({**job, "rank": rank, "store": f"{directory}/store"}),
-                ],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(ranks)
-        ]
+        store = f"{directory}/store"
+        start = BENCHMARK.start_child
+        processes = [start({**job, "rank": rank, "store": store}) for rank in range(ranks)]
         try:
-            said = [process.communicate()[0] for process in processes]
+            rows = [read_report(process, "a rank") for process in processes]
         finally:
             for process in processes:
                 process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{ranks} rank(s) ended with {[p.returncode for p in processes]}")
-    rows = [json.loads(text.splitlines()[-1]) for text in said]
     largest = {name: max(row[name] for row in rows) for name in ("resident_bytes", "held_bytes")}
-    return {**rows[0], **largest, "spec_tokens": spec_tokens, "batch": batch, "ranks": ranks,
-            "threads": args.threads // ranks}  # fmt: skip
+    return {**rows[0], **largest}
 
 
-def _child(job: dict[str, Any]) -> None:
-    """Run one rank: decode, and print the report."""
+def _child(job: dict[str, Any]) -> dict[str, float]:
+    """Run one rank: decode, and report."""
     torch.set_num_threads(job["threads"])
     if job["size"] > 1:
         place = {"rank": job["rank"], "world_size": job["size"]}
@@ -152,9 +94,9 @@ def _child(job: dict[str, Any]) -> None:
     resident = (field_bytes("/proc/self/status", "VmRSS") or 0) - before
     held = planned_bytes(job["directory"], job["options"], job["rank"])
     figures |= {"resident_bytes": resident, "held_bytes": held}
-    print(json.dumps(figures))
     if job["size"] > 1:
         dist.destroy_process_group()
+    return figures
 
 
 def _decode(model: mtpc.SpecModel, job: dict[str, Any]) -> dict[str, float]:
@@ -215,27 +157,71 @@ def _is_inside(event: Any, names: set[str]) -> bool:
     return False
 
 
-def _rows(samples: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """One row for each K, batch and number of ranks: medians of its samples."""
-    names = ("spec_tokens", "batch", "ranks", "threads")
-    for place in dict.fromkeys(tuple(sample[name] for name in names) for sample in samples):
-        own = [s for s in samples if tuple(s[name] for name in names) == place]
-        figures = {n: median(s[n] for s in own) for n in own[0] if n not in names}
-        yield {**dict(zip(names, place, strict=True)), **figures, "samples": len(own)}
+def _of_several(name: str, row: Row, rows: Sequence[Row]) -> float | None:
+    """A figure of several ranks: one has no collectives."""
+    found: float | None = None if row["ranks"] == 1 else row[name]
+    return found
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "ranks", __doc__, *command.FILES, "--shape", "--child", threads=2, spec_tokens=[0, 3],
-        batches=[1, 8], prompt_tokens=32, new_tokens=64, repeats=3,
-    )  # fmt: skip
-    help_ = "how many beside one, which share the threads"
-    parser.add_argument("--ranks", type=command.positive, default=2, metavar="N", help=help_)
-    args = parser.parse_args(argv)
+def _of_step(row: Row, rows: Sequence[Row]) -> float | None:
+    return None if row["ranks"] == 1 else row["collective_ms"] / row["profiled_ms"]
+
+
+def _samples(row: Row, rows: Sequence[Row]) -> str:
+    """Older records count no disturbed ones."""
+    return SAMPLES.cell(row, rows) if "discarded" in row else str(row["samples"])
+
+
+FORM = TableForm(
+    "Ranks",
+    (
+        *fields("K=spec_tokens, batch, ranks, threads each=threads"),
+        Column("ms a step", "ms_per_step", ".2f", "of decode steps, rank 0's, medians of samples."),
+        Column(
+            "collectives ms", partial(_of_several, "collective_ms"), ".2f",
+            "mean time of rank 0 in collectives, waiting for the others included, under the "
+            "profiler.",
+        ),
+        Column("of a step", _of_step, ".0%", "of a profiled step."),
+        Column("calls a step", partial(_of_several, "collective_calls"), ".0f"),
+        Column(
+            "bytes sent a step", partial(_of_several, "bytes_per_step"), ".0f",
+            "rank 0's messages to another rank.",
+        ),
+        Column(
+            "in idle steps", partial(_of_several, "idle_bytes"), ".0f",
+            "in which the host writes nothing: the step's number alone, in 256 bytes.",
+        ),
+        Column(
+            "resident MiB a rank", "resident_bytes", ".0f",
+            "growth of a process since its imports, after decoding; of the largest rank.", 1 / MIB,
+        ),
+        Column(
+            "weights and pool MiB", "held_bytes", ".0f",
+            "bytes of the weights that a rank's steps are bound to, and of its buffers.", 1 / MIB,
+        ),
+        Column("samples", _samples),
+    ),
+)  # fmt: skip
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.threads % args.ranks or args.ranks < 2:
         parser.error(f"{args.threads} threads for {args.ranks} ranks; expected an equal share each")
-    return args
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "ranks",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--shape", "--max-foreign"),
+    dict(threads=2, spec_tokens=[0, 3], batches=[1, 8], prompt_tokens=32, new_tokens=64, repeats=3),
+    {
+        "--ranks": command.NUMBER
+        | dict(default=2, help="how many beside one, which share the threads")
+    },
+    _check,
+    _child,
+)
+main, table = BENCHMARK.commands(__name__)

@@ -12,25 +12,22 @@ memory is.
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks import ROOT
 from benchmarks.harness import command
+from benchmarks.harness.bench import Benchmark, Run, read_report
 from benchmarks.harness.large import write_codes
 from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import weigh
-from benchmarks.harness.results import Record, Table, publish
 from benchmarks.harness.startup_child import start_here
+from benchmarks.harness.tables import Column, Record, Row, TableForm
 from benchmarks.memory import LARGE
 from mtpc.models.families.mimo import MIMO
 from mtpc.weights import packing
@@ -40,77 +37,78 @@ READ_BYTES = 1 << 24
 """Bytes of a file per read."""
 _PIECE_BYTES = 1 << 26
 """Bytes of new memory at a time, about one large weight."""
-COLUMNS = (
-    "K", "start", "first token s", "reading s", "new memory s", "beyond both", "peak GiB",
-    "ms/step", "GB/s", "limit ms", "of the memory limit",
-)  # fmt: skip
-NOTES = (
-    "first token: from the start of the process; a prompt of 32 tokens.",
-    "cold: with an empty cache, so that kernels are compiled, too.",
-    "reading: all weight files are read once from the disk, just before a warm start.",
-    "new memory: as many bytes of new memory are written once by all threads, in a process of its"
-    " own; packed weights need as much. beyond both: beyond the longer of the two.",
-    "peak: most that was resident in the process at any moment, mapped weights included.",
-    "ms/step: median of decode steps at batch 1; limit: reading a step's weights at the bandwidth"
-    " before and after the process.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print."""
-    args = _parse(argv)
-    if args.touch:
-        print(_write_new(args.touch))
-        return 0
-    tell, rows = command.teller(), list[dict[str, Any]]()
-    with command.working_directory(args.workdir) as workdir:
-        directory = workdir.absolute() / args.shape
-        if not (directory / "config.json").is_file():
-            tell(f"write {directory}")
-            write_codes(directory, LARGE[args.shape], None)
-        checkpoint = weigh(directory, MIMO)
-        for k in args.spec_tokens:
-            for kind in ("cold", "warm"):
-                reading = _read(directory) if kind == "warm" else None
-                _forget(directory)
-                tell(f"K={k}, {kind}; read in {reading}")
-                before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
-                row = start(directory, workdir.absolute() / f"cache-{k}", k, args.steps)
-                # Memory last: before, it would make reading faster and a start slower.
-                touching = _touch(directory) if kind == "warm" else None
-                row["bandwidths"] = [before, BandwidthProbe().read()]
-                row["step_bytes"] = checkpoint.step_bytes(k)
-                rows.append(
-                    {"k": k, "start": kind, "reading_s": reading, "touching_s": touching, **row}
-                )
-                tell(str(_cells(rows[-1])))
-    publish("real_size", args, {"rows": rows}, table)
-    return 0
+def measure(run: Run) -> Iterator[list[Row]]:
+    """A cold and a warm start for each K."""
+    directory = run.workdir.absolute() / run.args.shape
+    if not (directory / "config.json").is_file():
+        run.tell(f"write {directory}")
+        write_codes(directory, LARGE[run.args.shape], None)
+    checkpoint = weigh(directory, MIMO)
+    for k in run.args.spec_tokens:
+        for kind in ("cold", "warm"):
+            reading = _read(directory) if kind == "warm" else None
+            _forget(directory)
+            run.tell(f"K={k}, {kind}; read in {reading}")
+            before = BandwidthProbe().read()  # In huge pages, as long as memory is free.
+            cache = run.workdir.absolute() / f"cache-{k}"
+            row = {"k": k, "start": kind, **start(directory, cache, k, run.args.steps)}
+            # Memory last: before, it would make reading faster and a start slower.
+            touching = _touch(directory) if kind == "warm" else None
+            row["bandwidths"] = [before, BandwidthProbe().read()]
+            row["step_bytes"] = checkpoint.step_bytes(k)
+            yield [{**row, "reading_s": reading, "touching_s": touching}]
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    title = f"Of {record['arguments']['shape']} size, bfloat16"
-    return Table(title, COLUMNS, [_cells(row) for row in record["rows"]], NOTES)
+def _rows(record: Record) -> list[Row]:
+    return [{**row, **_figures(row)} for row in record["rows"]]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    reading, touching, first = row["reading_s"], row["touching_s"], row["first_token_s"]
-    ms, bandwidth = median(row["step_ms"]), median(row["bandwidths"])
+def _figures(row: Row) -> Row:
+    reading, ms, bandwidth = row["reading_s"], median(row["step_ms"]), median(row["bandwidths"])
+    longer = None if reading is None else max(reading, row["touching_s"])
     limit = 1e3 * row["step_bytes"] / bandwidth
-    return [
-        str(row["k"]),
-        row["start"],
-        f"{first:.1f}",
-        "-" if reading is None else f"{reading:.1f}",
-        "-" if touching is None else f"{touching:.1f}",
-        "-" if reading is None else f"{first - max(reading, touching):.1f}",
-        f"{row['peak_bytes'] / GIB:.1f}",
-        f"{ms:.1f}",
-        f"{bandwidth / 1e9:.1f}",
-        f"{limit:.1f}",
-        f"{limit / ms:.0%}",
-    ]
+    beyond = None if longer is None else row["first_token_s"] - longer
+    return dict(ms=ms, bandwidth=bandwidth, limit=limit, of_limit=limit / ms, beyond=beyond)
+
+
+FORM = TableForm(
+    "Of {shape} size, bfloat16",
+    (
+        Column("K", "k"),
+        Column(
+            "start", "start", "", "cold: with an empty cache, so that kernels are compiled, too."
+        ),
+        Column(
+            "first token s", "first_token_s", ".1f",
+            "from the start of the process; a prompt of 32 tokens.",
+        ),
+        Column(
+            "reading s", "reading_s", ".1f",
+            "all weight files are read once from the disk, just before a warm start.",
+        ),
+        Column(
+            "new memory s", "touching_s", ".1f",
+            "as many bytes of new memory are written once by all threads, in a process of its own; "
+            "packed weights need as much.",
+        ),
+        Column("beyond both", "beyond", ".1f", "beyond the longer of the two."),
+        Column(
+            "peak GiB", "peak_bytes", ".1f",
+            "most that was resident in the process at any moment, mapped weights included.",
+            1 / GIB,
+        ),
+        Column("ms/step", "ms", ".1f", "median of decode steps at batch 1."),
+        Column("GB/s", "bandwidth", ".1f", factor=1e-9),
+        Column(
+            "limit ms", "limit", ".1f",
+            "reading a step's weights at the bandwidth before and after the process.",
+        ),
+        Column("of the memory limit", "of_limit", ".0%"),
+    ),
+    rows=_rows,
+)  # fmt: skip
 
 
 def _forget(directory: Path) -> None:
@@ -135,13 +133,12 @@ def _read(directory: Path) -> float:
 def _touch(directory: Path) -> float:
     """Seconds in which a process writes to as much new memory as the weights have."""
     nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    line = [sys.executable, "-m", "benchmarks.real_size", "--touch", str(nbytes)]
-    return float(subprocess.run(line, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return float(read_report(BENCHMARK.start_child({"bytes": nbytes}), "writing to new memory"))
 
 
-def _write_new(nbytes: int) -> float:
+def _write_new(job: dict[str, Any]) -> float:
     """Seconds in which torch's threads write once to this much new memory, in huge pages."""
-    begin, kept = time.perf_counter(), []
+    begin, kept, nbytes = time.perf_counter(), [], job["bytes"]
     for start in range(0, nbytes, _PIECE_BYTES):
         kept.append(packing.allocate((min(_PIECE_BYTES, nbytes - start),), torch.uint8).zero_())
     return time.perf_counter() - begin
@@ -157,14 +154,17 @@ def start(
     return {name: report[name] for name in ("first_token_s", "peak_bytes", "step_ms")}
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("real_size", __doc__, *command.FILES, spec_tokens=[0, 1, 3])
-    add = parser.add_argument
-    add("--shape", choices=LARGE, default="7b", help="sizes of the model")
-    add("--steps", type=command.positive, default=24, metavar="N", help="decode steps to time")
-    add("--touch", type=int, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "real_size",
+    __doc__,
+    measure,
+    FORM.of,
+    command.FILES,
+    dict(spec_tokens=[0, 1, 3]),
+    {
+        "--shape": dict(choices=LARGE, default="7b", help="sizes of the model"),
+        "--steps": command.NUMBER | dict(default=24, help="decode steps to time"),
+    },
+    child=_write_new,
+)
+main, table = BENCHMARK.commands(__name__)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.harness import command
-from benchmarks.harness.results import Record, Table, pipes, to_markdown
+from benchmarks.harness.tables import Record, Table, pipes, to_markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
 END = "<!-- end of what was made -->"

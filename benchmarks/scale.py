@@ -5,15 +5,15 @@ python -m benchmarks.scale --out benchmarks/results/paper/scale.json    # second
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import command
-from benchmarks.harness.results import ON_PAPER, Columns, Record, Table, publish
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
+from benchmarks.harness.tables import Column, Row, TableForm, fields
 from mtpc import CompileOptions
 from mtpc.models.from_config import load_shapes
 from mtpc.plan import make_plan
@@ -76,42 +76,12 @@ PLANS = (
     ("Qwen3-Next-80B-A3B", 1),
 )
 """Models and numbers of devices per replica. Expert parallelism gives the same figures."""
-_TERMS = ("weights ms", "caches ms", "transfer ms", "latency ms")
-COLUMNS: Columns[dict[str, Any]] = {
-    "model": lambda row: row["model"],
-    "device": lambda row: row["device"],
-    "ranks": lambda row: str(row["ranks"]),
-    "K": lambda row: str(row["spec_tokens"]),
-    "batch": lambda row: str(row["batch"]),
-    "weights GiB": lambda row: f"{row['weight_bytes'] / 2**30:.1f}",
-    "KV KiB a token": lambda row: f"{row['token_bytes'] / 2**10:.1f}",
-    "state MiB a request": lambda row: f"{row['request_bytes'] / 2**20:.1f}",
-    "requests that fit": lambda row: str(row["largest_batch"]),
-    "GB read": lambda row: f"{row['read'] / 1e9:.1f}",
-    "MB sent": lambda row: f"{row['sent'] / 1e6:.1f}",
-    "collectives": lambda row: str(row["collectives"]),
-    **{
-        name: lambda row, term=term: f"{1e3 * row['seconds'][term]:.2f}"  # type: ignore[misc]
-        for term, name in enumerate(_TERMS)
-    },
-    "step ms": lambda row: f"{1e3 * sum(row['seconds']):.2f}",
-    "break-even": lambda row: f"{row['break_even']:.2f}",
-}
-NOTES = (
-    "on paper: bytes over published bandwidths, collectives one after another; held against no "
-    "hardware.",
-    f"8 devices, requests of {MAX_LEN} tokens each, {LATENCY_US:g} us a collective (assumed); "
-    "batch: requests of a replica; every byte and ms is one device's.",
-    "break-even: tokens that a request must emit in a step to be as fast as K = 0.",
-)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compute, write and print."""
-    parser = command.new_parser("scale", __doc__, *command.RESULTS)
-    args: argparse.Namespace = parser.parse_args(argv)
-    publish("scale", args, {"machine": ON_PAPER, "rows": [*rows()]}, table)
-    return 0
+def measure(run: Run) -> Iterator[list[Row]]:
+    """Compute."""
+    run.facts["machine"] = ON_PAPER
+    yield [*rows()]
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -155,10 +125,37 @@ def rank_models(name: str, ranks: int, experts: bool = False) -> Iterator[RankMo
         yield RankModel(shapes.loaded, make_plan(options), ranks, experts)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    return Table.of("A step on 8 devices", COLUMNS, record["rows"], NOTES)
+def _seconds(index: int) -> Any:
+    return lambda row, _: row["seconds"][index]
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+FORM = TableForm(
+    "A step on 8 devices",
+    (
+        *fields("model, device, ranks, K=spec_tokens"),
+        Column("batch", "batch", "", "requests of a replica; every byte and ms is one device's."),
+        Column("weights GiB", "weight_bytes", ".1f", factor=2**-30),
+        Column("KV KiB a token", "token_bytes", ".1f", factor=2**-10),
+        Column("state MiB a request", "request_bytes", ".1f", factor=2**-20),
+        Column("requests that fit", "largest_batch"),
+        Column("GB read", "read", ".1f", factor=1e-9),
+        Column("MB sent", "sent", ".1f", factor=1e-6),
+        Column("collectives"),
+        *(
+            Column(name, _seconds(term), ".2f", factor=1e3)
+            for term, name in enumerate(("weights ms", "caches ms", "transfer ms", "latency ms"))
+        ),
+        Column("step ms", lambda row, _: sum(row["seconds"]), ".2f", factor=1e3),
+        Column(
+            "break-even", "break_even", ".2f",
+            "tokens that a request must emit in a step to be as fast as K = 0.",
+        ),
+    ),
+    (
+        "on paper: bytes over published bandwidths, collectives one after another; held against no "
+        "hardware.",
+        f"8 devices, requests of {MAX_LEN} tokens each, {LATENCY_US:g} us a collective (assumed).",
+    ),
+)  # fmt: skip
+BENCHMARK = Benchmark("scale", __doc__, measure, FORM.of, command.RESULTS)
+main, table = BENCHMARK.commands(__name__)

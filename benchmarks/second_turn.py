@@ -16,25 +16,21 @@ run a case, that is reported, and there is no row.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.results import Record, Table, publish
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.decoders import Decoder, MtpcDecoder
+from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
 from benchmarks.peers.llama_decoder import LlamaFiles
 from benchmarks.peers.llama_server import LlamaServer
-from benchmarks.peers.vllm_decoder import VllmError, VllmProcess
+from benchmarks.peers.vllm_decoder import VllmDecoder, VllmError
 from mtpc.models import FAMILIES
 from mtpc.models.hf import model_class
 from mtpc.models.mtp_layers import build_mtp_layer
@@ -55,16 +51,6 @@ _COMMON: dict[str, Any] = dict(
     pad_token_id=None,
     bos_token_id=0,
     eos_token_id=1,
-)
-COLUMNS = (
-    "model", "engine", "K", "tokens", "turn", "cold s", "ms to first token", "of a cold start",
-    "reused", "samples",
-)  # fmt: skip
-NOTES = (
-    "cold s: to the first token of the prompt with nothing known; medians.",
-    "turn: second: prompt, answer and a new message; stripped: without half of the answer.",
-    "of a cold start: the ratio of the medians.",
-    "reused: tokens of the turn's prompt that were not computed again.",
 )
 TURNS = {"second": 0, "stripped": ANSWER // 2}
 """Number of the answer's tokens that each kind of turn leaves out."""
@@ -117,129 +103,99 @@ def write(family_name: str, directory: Path) -> Path:
     return save_checkpoint(target, [layer.to(torch.bfloat16)], directory, family)
 
 
-Answer = tuple[float, list[int], int]
-"""Seconds to the first token, `ANSWER` tokens, and the number of reused prompt tokens."""
-
-
-@dataclass(frozen=True)
-class Chat:
-    """An engine that answers one prompt after another, until it is closed."""
-
-    engine: str
-    spec_tokens: int
-    answer: Callable[[list[int]], Answer]
-    close: Callable[[], None] = lambda: None
-
-
-def _ours(spec: mtpc.SpecModel, prompt: list[int]) -> Answer:
-    before = spec.stats.reused_tokens
-    answer = spec.generate(prompt, ANSWER, ignore_eos=True)
-    return answer.first_token_s, list(answer), spec.stats.reused_tokens - before
-
-
-def _vllms(process: VllmProcess, prompt: list[int]) -> Answer:
-    done = process.ask({"turn": prompt, "new_tokens": ANSWER})
-    return done["seconds"], done["answer"], done["reused"]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One turn of a chat, and the cold start before it: seconds to the first token."""
-
-    model: str
-    spec_tokens: int
-    prompt_tokens: int
-    turn: str
-    cold_s: float
-    turn_s: float
-    reused: int
-    engine: str = "mtpc"
-
-
-def measure(chat: Chat, model: str, length: int, seed: int) -> Iterator[Turn]:
-    """Measure a cold start, and the turns that continue it."""
+def turns(chat: Decoder, model: str, length: int, seed: int) -> Iterator[Row]:
+    """A cold start, and the turns that continue it; seconds are those to the first token."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 8192, (length + MESSAGE,), generator=generator).tolist()
     prompt, message = ids[:length], ids[length:]
-    cold, answer, known = chat.answer(prompt)
+    cold, answer, known = chat.turn(prompt, ANSWER)
     if known:
         raise RuntimeError(f"{chat.engine} knew {known} tokens of a prompt that it never had")
     for turn, left_out in TURNS.items():
-        seconds, _, reused = chat.answer(prompt + answer[left_out:] + message)
-        yield Turn(model, chat.spec_tokens, length, turn, cold, seconds, reused, chat.engine)
+        seconds, _, reused = chat.turn(prompt + answer[left_out:] + message, ANSWER)
+        case = dict(model=model, engine=chat.engine, spec_tokens=chat.spec_tokens)
+        figures = dict(cold_s=cold, turn_s=seconds, reused=reused)
+        yield {**case, "prompt_tokens": length, "turn": turn, **figures}
 
 
-def table(record: Record) -> Table:
-    """A record's table: a row for each model, K and kind of turn."""
-    groups = dict[tuple[Any, ...], list[Turn]]()
-    for row in record["rows"]:
-        turn = Turn(**row)
-        key = turn.model, turn.engine, turn.spec_tokens, turn.prompt_tokens, turn.turn
-        groups.setdefault(key, []).append(turn)
-    body = list[list[str]]()
-    for key, turns in groups.items():
-        cold = median(turn.cold_s for turn in turns)
-        seconds = median(turn.turn_s for turn in turns)
-        measured = (f"{cold:.2f}", f"{1e3 * seconds:.0f}", f"{seconds / cold:.1%}")
-        reused = str(min(turn.reused for turn in turns))
-        body.append([*map(str, key), *measured, reused, str(len(turns))])
-    return Table("The second turn of a chat", COLUMNS, body, NOTES)
+CASE = ("model", "engine", "spec_tokens", "prompt_tokens", "turn")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell, rows = command.begin(args), list[dict[str, Any]]()
-    with command.working_directory(args.workdir) as place:
-        for model in args.families:
-            directory = write(model, place / model)
-            for chat in _chats(model, directory, args, tell):
-                with closing(chat):
-                    for seed in range(args.seed, args.seed + args.repeats):
-                        for turn in measure(chat, model, args.prompt_tokens, seed):
-                            tell(f"{turn}")
-                            rows.append(asdict(turn))
-    publish("second_turn", args, {"rows": rows}, table)
-    return 0
+def _rows(record: Record) -> list[Row]:
+    """A row for each model, engine, K and kind of turn."""
+    groups = dict[tuple[Any, ...], list[Row]]()
+    for turn in record["rows"]:
+        groups.setdefault(tuple(turn.get(name, "mtpc") for name in CASE), []).append(turn)
+    shown = []
+    for case, found in groups.items():
+        cold, seconds = (median(turn[name] for turn in found) for name in ("cold_s", "turn_s"))
+        figures = dict(cold_s=cold, turn_s=seconds, ratio=seconds / cold, samples=len(found))
+        reused = min(turn["reused"] for turn in found)
+        shown.append({**dict(zip(CASE, case, strict=True)), **figures, "reused": reused})
+    return shown
 
 
-def _chats(model: str, directory: Path, args: argparse.Namespace, tell: Tell) -> Iterator[Chat]:
+FORM = TableForm(
+    "The second turn of a chat",
+    (
+        *fields("model, engine, K=spec_tokens, tokens=prompt_tokens"),
+        Column(
+            "turn", "turn", "",
+            "second: prompt, answer and a new message; stripped: without half of the answer.",
+        ),
+        Column(
+            "cold s", "cold_s", ".2f",
+            "to the first token of the prompt with nothing known; medians.",
+        ),
+        Column("ms to first token", "turn_s", ".0f", factor=1e3),
+        Column("of a cold start", "ratio", ".1%", "the ratio of the medians."),
+        Column("reused", "reused", "", "tokens of the turn's prompt that were not computed again."),
+        Column("samples"),
+    ),
+    rows=_rows,
+)  # fmt: skip
+
+
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The turns of each engine, of each model."""
+    for model in run.args.families:
+        directory = write(model, run.workdir / model)
+        for chat in _chats(model, directory, run):
+            with closing(chat):
+                for seed in range(run.args.seed, run.args.seed + run.args.repeats):
+                    rows = list(turns(chat, model, run.args.prompt_tokens, seed))
+                    run.tell(f"{rows}")
+                    yield rows
+
+
+def _chats(model: str, directory: Path, run: Run) -> Iterator[Decoder]:
     """Yield the engines of a model. Each is started after the previous one has ended."""
-    longest = args.prompt_tokens + 4 * ANSWER
-    for spec_tokens in args.spec_tokens:
-        tell(f"compile {model} K={spec_tokens}")
+    args, longest = run.args, run.args.prompt_tokens + 4 * ANSWER
+    for k in args.spec_tokens:
+        run.tell(f"compile {model} K={k}")
         options = dict[str, Any](batch_buckets=(1,), max_len=longest, backend=args.backend)
-        spec = mtpc.compile(directory, spec_tokens=spec_tokens, **options)
-        yield Chat("mtpc", spec_tokens, partial(_ours, spec))
-    for spec_tokens in args.spec_tokens if args.vllm_python else ():
-        tell(f"start vLLM, {model} K={spec_tokens}")
-        sizes = (spec_tokens, longest, 1, directory.parent / "vllm" / model)
+        yield MtpcDecoder.compile(directory, spec_tokens=k, **options)
+    for k in args.spec_tokens if args.vllm_python else ():
+        run.tell(f"start vLLM, {model} K={k}")
+        place = (directory, k, longest, 1, directory.parent / "vllm" / model)
         try:
-            process = VllmProcess.of(
-                args.vllm_python, directory, *sizes, enable_prefix_caching=True
-            )
+            yield VllmDecoder(args.vllm_python, *place, enable_prefix_caching=True)
         except VllmError as error:
-            tell(f"vLLM does not run {model} at K={spec_tokens}: {error}")
-            continue
-        yield Chat("vLLM", spec_tokens, partial(_vllms, process), process.close)
+            run.tell(f"vLLM does not run {model} at K={k}: {error}")
     if args.llama_bench and model == "mimo":
-        tell("start llama.cpp's server")
+        run.tell("start llama.cpp's server")
         files = LlamaFiles(args.llama_bench, args.gguf_python, directory, directory / "gguf")
         log, threads = directory.parent / "llama-server.log", torch.get_num_threads()
-        place = (args.llama_bench, files.write("BF16"), longest, threads, log)
-        server = LlamaServer(*place)  # In bfloat16.
-        yield Chat("llama.cpp", 0, partial(server.answer, new_tokens=ANSWER), server.close)
+        yield LlamaServer(args.llama_bench, files.write("BF16"), longest, threads, log)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "second_turn", __doc__, *command.FILES, "--threads", "--seed", *command.PEERS, "--backend",
-        prompt_tokens=8192, spec_tokens=[1], repeats=1,
-    )  # fmt: skip
-    families = dict[str, Any](nargs="+", choices=SHAPES, metavar="NAME")
-    parser.add_argument("--families", default=list(SHAPES), **families)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "second_turn",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--threads", "--seed", *command.PEERS, "--backend"),
+    dict(prompt_tokens=8192, spec_tokens=[1], repeats=1),
+    {"--families": dict(nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME")},
+)
+main, table = BENCHMARK.commands(__name__)

@@ -12,28 +12,22 @@ slot is not free, or if a text changed.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import mtpc
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.machine import field_bytes
-from benchmarks.harness.results import Record, Table, new_record, write_results
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.rounds import Tell
+from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
 from mtpc.cli.demo import demo_checkpoint
 from mtpc.engine.request import Request, StepOutput
 
-MIB = 2**20
 OPTIONS: dict[str, Any] = {"spec_tokens": 2, "batch_buckets": (8,), "max_len": 128, "page_size": 8,
            "prefill_chunk": 32, "num_pages": 65, "sampling": True, "dtype": "float64"}  # fmt: skip
 """64 pages of 8 tokens, into which eight requests of up to 128 tokens do not fit. float64, because
@@ -42,39 +36,10 @@ SENTINELS, BEGINNINGS, MAX_WAITING = 8, 6, 6
 CHANCES = {"sentinel": 0.15, "abort": 0.2, "callback": 0.3, "broken callback": 0.02}
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The allowed growth after the warm-up.
-
-    Attributes:
-        warm_up: share of the tokens that are the warm-up.
-        max_growth_mib: the most growth of resident memory after the warm-up.
-        max_objects: the most growth of the number of Python objects after the warm-up.
-    """
-
-    warm_up: float = 0.2
-    max_growth_mib: float = 16.0
-    max_objects: int = 2000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The counts at an interval, with the engine empty; totals are since the start."""
-
-    tokens: int
-    seconds: float
-    rss_mib: float
-    objects: int
-    pages_used: int
-    slots_used: int
-    pages_idle: int
-    finished: int
-    aborted: int
-    preemptions: int
-    reused_tokens: int
-    callback_errors: int
-    texts_compared: int
-    texts_changed: int
+WARM_UP = 0.2
+"""Share of the tokens that are the warm-up."""
+MAX_GROWTH_MIB, MAX_OBJECTS = 16.0, 2000
+"""The most growth after the warm-up, of resident memory and of the number of Python objects."""
 
 
 def random_params(draw: random.Random, vocab_size: int) -> mtpc.SamplingParams:
@@ -172,11 +137,11 @@ class Traffic:
             self.changed += found[:count] != known[:count]
 
 
-def count(traffic: Traffic, tokens: int, seconds: float) -> Interval:
-    """Count everything now."""
+def count(traffic: Traffic, tokens: int, seconds: float) -> Row:
+    """Count everything now, with the engine empty; totals are since the start."""
     gc.collect()
     stats, engine = traffic.engine.stats, traffic.engine
-    return Interval(
+    return dict(
         tokens=tokens,
         seconds=round(seconds, 2),
         rss_mib=round(resident_mib(), 2),
@@ -202,120 +167,100 @@ def resident_mib() -> float:
     return resident / 2**20
 
 
-def soak(
-    traffic: Traffic, tokens: int, intervals: int, tell: Tell, seconds: float = float("inf")
-) -> list[Interval]:
-    """Serve at least `tokens` tokens; counts at the start and after each interval.
-
-    After `seconds` it ends with the running interval.
-    """
+def soak(traffic: Traffic, tokens: int, intervals: int, tell: Tell) -> list[Row]:
+    """Serve at least `tokens` tokens; counts at the start and after each interval."""
     start, done = time.perf_counter(), 0
-    records = [count(traffic, 0, 0.0)]
+    rows = [count(traffic, 0, 0.0)]
     for interval in range(1, intervals + 1):
         while done < tokens * interval // intervals:
             done += traffic.step()
         done += traffic.finish()
-        records.append(count(traffic, done, time.perf_counter() - start))
-        last = records[-1]
+        last = count(traffic, done, time.perf_counter() - start)
+        rows.append(last)
         if interval % max(intervals // 20, 1) == 0:
-            tell(f"{last.tokens} tokens, {last.tokens / last.seconds:.0f} tokens/s, "
-                 f"{last.rss_mib:.1f} MiB, {last.objects} objects")  # fmt: skip
-        if last.seconds > seconds:
-            tell(f"stopped after {last.tokens} of {tokens} tokens: {seconds:g} s are over")
-            break
-    return records
+            speed = last["tokens"] / last["seconds"]
+            tell(f"{last['tokens']} tokens, {speed:.0f} tokens/s, {last['rss_mib']:.1f} MiB, "
+                 f"{last['objects']} objects")  # fmt: skip
+    return rows
 
 
-def faults(records: Sequence[Interval], bounds: Bounds) -> list[str]:
+def faults(rows: Sequence[Row]) -> list[str]:
     """The faults of a run; empty without faults."""
-    found = []
+    found, last = [], rows[-1]
     for name, what in (("pages_used", "pages"), ("slots_used", "slots")):
-        most = max(getattr(record, name) for record in records)
+        most = max(row[name] for row in rows)
         if most:
             found.append(f"{most} {what} were held by nobody at an interval's end")
-    if records[-1].texts_changed:
-        last = records[-1]
-        found.append(f"{last.texts_changed} of {last.texts_compared} repeated texts changed")
-    warm = [r for r in records if r.tokens >= bounds.warm_up * records[-1].tokens]
-    growth = max(r.rss_mib for r in warm) - warm[0].rss_mib
-    if growth > bounds.max_growth_mib:
+    if last["texts_changed"]:
+        texts = f"{last['texts_changed']} of {last['texts_compared']}"
+        found.append(f"{texts} repeated texts changed")
+    warm = [row for row in rows if row["tokens"] >= WARM_UP * last["tokens"]]
+    growth = max(row["rss_mib"] for row in warm) - warm[0]["rss_mib"]
+    if growth > MAX_GROWTH_MIB:
         found.append(f"resident memory grew by {growth:.1f} MiB after the warm-up; at most "
-                     f"{bounds.max_growth_mib:g} may")  # fmt: skip
-    objects = max(r.objects for r in warm) - warm[0].objects
-    if objects > bounds.max_objects:
+                     f"{MAX_GROWTH_MIB:g} may")  # fmt: skip
+    objects = max(row["objects"] for row in warm) - warm[0]["objects"]
+    if objects > MAX_OBJECTS:
         found.append(f"{objects} Python objects came to stay after the warm-up; at most "
-                     f"{bounds.max_objects} may")  # fmt: skip
+                     f"{MAX_OBJECTS} may")  # fmt: skip
     return found
 
 
-COLUMNS = ("tokens", "seconds", "MiB", "objects", "pages", "slots", "finished", "aborted",
-           "preemptions", "texts compared", "texts changed")  # fmt: skip
-NOTES = (
-    "The engine is empty at each interval's end; counts are since the start. Each tenth of the "
-    "intervals is shown.",
-    "MiB: resident memory. objects: Python objects that the collector knows.",
-    "pages, slots: what is held without a request.",
-    "texts: requests that are repeated; a changed text is a fault.",
-)
 SHOWN = 10
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    intervals = [Interval(**row) for row in record["rows"]]
-    cells = [
-        [
-            *(f"{i.tokens}", f"{i.seconds:.0f}", f"{i.rss_mib:.1f}", f"{i.objects}"),
-            *(f"{i.pages_used}", f"{i.slots_used}", f"{i.finished}", f"{i.aborted}"),
-            *(f"{i.preemptions}", f"{i.texts_compared}", f"{i.texts_changed}"),
-        ]
-        for i in intervals[:: max(len(intervals) // SHOWN, 1)]
-    ]
-    return Table("Soak", COLUMNS, cells, NOTES)
+def _rows(record: Record) -> list[Row]:
+    rows: list[Row] = record["rows"]
+    return rows[:: max(len(rows) // SHOWN, 1)]
 
 
-def bounds_of(arguments: Mapping[str, Any]) -> Bounds:
-    """The bounds of a command line, or of a record, which may lack them."""
-    return Bounds(**{n: arguments[n] for n in Bounds.__dataclass_fields__ if n in arguments})
+FORM = TableForm(
+    "Soak",
+    (
+        *fields("tokens, seconds:.0f"),
+        Column("MiB", "rss_mib", ".1f", "resident memory."),
+        Column("objects", "objects", "", "Python objects that the collector knows."),
+        *fields(
+            "pages=pages_used, slots=slots_used, finished, aborted, preemptions, "
+            "texts compared=texts_compared"
+        ),
+        Column("texts changed", "texts_changed", "", "of requests that are repeated: a fault."),
+    ),
+    (
+        "The engine is empty at each interval's end; counts are since the start. Each tenth of the "
+        "intervals is shown.",
+        "pages, slots: what is held without a request.",
+    ),
+    _rows,
+)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code."""
-    args = _parse(argv)
-    torch.set_num_threads(args.threads)
-    tell, bounds = command.teller(), bounds_of(vars(args))
+def measure(run: Run) -> Iterator[list[Row]]:
+    """An interval a row."""
+    args = run.args
     checkpoint = args.checkpoint or demo_checkpoint()
-    model = mtpc.compile(checkpoint, backend=args.backend, **OPTIONS)
-    tell("compiled")
-    traffic = Traffic(model, args.seed)
-    records = soak(traffic, args.tokens, args.intervals, tell, args.seconds or float("inf"))
-    rows = [asdict(interval) for interval in records]
-    record = new_record("soak", args, {"model": checkpoint.absolute().name, "rows": rows})
-    write_results(args, record, table(record))
-    last, found = records[-1], faults(records, bounds)
-    print(f"{last.tokens} tokens, {last.finished} requests finished, {last.aborted} aborted, "
-          f"{last.preemptions} preemptions, {last.reused_tokens} tokens reused, "
-          f"{last.texts_compared} texts compared, {last.seconds:.0f} s")  # fmt: skip
+    run.facts["model"] = checkpoint.absolute().name
+    traffic = Traffic(mtpc.compile(checkpoint, backend=args.backend, **OPTIONS), args.seed)
+    run.tell("compiled")
+    rows = soak(traffic, args.tokens, args.intervals, run.tell)
+    found = faults(rows)
     for fault in found:
-        print(f"fault: {fault}")
-    return 1 if found else 0
+        run.tell(f"fault: {fault}")
+    run.failed = bool(found)
+    yield rows
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser("soak", __doc__, *command.RESULTS)
-    add, bounds = parser.add_argument, Bounds()
-    add("checkpoint", nargs="?", type=Path, help="default: the demo model")
-    add("--tokens", type=positive, default=1_000_000, metavar="N")
-    add("--seconds", type=float, metavar="S", help="stop after these")
-    add("--intervals", type=positive, default=100, metavar="N")
-    add("--backend", default="cpu", help="mtpc's backend")
-    add("--threads", type=positive, default=1, metavar="N", help="torch's threads")
-    add("--warm-up", type=float, default=bounds.warm_up, metavar="SHARE")
-    add("--max-growth-mib", type=float, default=bounds.max_growth_mib, metavar="MIB")
-    add("--max-objects", type=int, default=bounds.max_objects, metavar="N")
-    add("--seed", type=int, default=0)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "soak",
+    __doc__,
+    measure,
+    FORM.of,
+    command.RESULTS,
+    dict(backend="cpu", threads=1, seed=0),
+    {
+        "checkpoint": dict(nargs="?", type=Path, help="default: the demo model"),
+        "--tokens": command.NUMBER | dict(default=1_000_000),
+        "--intervals": command.NUMBER | dict(default=100),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

@@ -8,19 +8,17 @@ Every sample is one process. *Cold* starts have no compiled code. *Warm* starts 
 starts leave; mtpc's have an empty Inductor cache and no compiler on the path. Warm engines are
 sampled in rounds. Files are in the page cache, so that disks play no part.
 
-The floor imports torch and maps the weights, which every engine must do. The torch.compile row is
-one compiled prefill without a decode step, so it prepares less than mtpc does.
+The floor imports torch and maps the weights, which every engine must do.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -30,330 +28,249 @@ import torch
 
 from benchmarks.harness import command
 from benchmarks.harness import startup_child as child
-from benchmarks.harness.machine import FamilyWatch
+from benchmarks.harness.bench import Benchmark, Run
 from benchmarks.harness.models import SHAPES, write_checkpoint
-from benchmarks.harness.results import (
-    SAMPLES_NOTE,
-    Counts,
-    Record,
-    Table,
-    new_record,
-    sample_counts,
-    write_results,
-)
-from benchmarks.harness.sampling import ATTEMPTS, Sampled, Tell
+from benchmarks.harness.rounds import Case, SampleError
+from benchmarks.harness.tables import SAMPLES, Column, Record, Row, TableForm, fields, over
 from mtpc.cli.demo import DEFAULT_PROMPT, demo_checkpoint
 from mtpc.models.load import find_family
 
 LONGEST_REASON = 160
 """The most characters of a failure in the table; JSON and logs have the whole text."""
-PEERS = ("mtpc cold", "transformers eager", "torch.compile warm", "vLLM warm", "vLLM eager")
+PEERS = ("mtpc cold", "transformers eager", "vLLM warm", "vLLM eager")
 RATIOS = (
     ("mtpc warm", "floor"),
     ("mtpc warm", "floor and fresh memory"),
     *((peer, "mtpc warm") for peer in PEERS),
 )
-NOTES = (
-    "best s, median s: from just before the process is started to its first token.",
-    "python, import, load, token: medians of the stages that add up to it.",
-    "vs floor: median over the floor's; mtpc's goal for warm starts is at most 2.",
-    "floor and fresh memory: the floor, and as many bytes as the weights have written once.",
-    "mtpc warm: with an empty Inductor cache, without a C++ compiler; all buckets are loaded.",
-    "torch.compile: one prefill graph of this length, no decode step: less than mtpc prepares.",
-    "cache MB: what a warm start is given; for mtpc kernels and all steps, weights are not in it.",
-    SAMPLES_NOTE,
-    "agree, disagree: in every token that they went on to decode.",
-    "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
-)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One start.
+def start(name: str, directory: Path, engine: child.Engine, run: Run) -> Row:
+    """Take one sample; a cold one first empties the cache.
 
-    Attributes:
-        stages: seconds by stage; their sum is the time to the first token.
-        foreign_share: share of the CPU time that other processes used meanwhile.
-        cache_bytes: size of the engine's cache afterwards.
-        scratch_bytes: bytes that it wrote to an empty scratch directory.
-        report: the report of the process, with its tokens.
+    Args:
+        name: of the checkpoint.
+        directory: where it is.
+        engine: what is started.
+        run: has the command line, and the directory for caches, reports and logs.
+
+    Returns:
+        Seconds by stage, and their sum; the size of the cache afterwards; the bytes that were
+        written to an empty scratch directory; the report of the process, with its tokens.
+
+    Raises:
+        SampleError: there was no first token.
     """
-
-    stages: dict[str, float]
-    foreign_share: float
-    cache_bytes: int
-    scratch_bytes: int
-    report: dict[str, Any]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.stages.values())
-
-
-@dataclass
-class Case(Sampled[Sample]):
-    """An engine on a checkpoint, its samples so far, and the failure that ended sampling."""
-
-    workload: str
-    directory: Path
-    engine: child.Engine
-    samples: list[Sample] = field(default_factory=list)
-    failure: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.workload}, {self.engine.name}"
-
-
-@dataclass(frozen=True)
-class Row(Counts):
-    """The figures of a case, from undisturbed samples if there are any; None if it never ran."""
-
-    workload: str
-    engine: str
-    best_s: float | None
-    median_s: float | None
-    stages: dict[str, float]
-    cache_bytes: int
-    not_run: str | None
-
-
-def summarise(case: Case, max_foreign: float) -> Row:
-    """The row of a case."""
-    kept = case.kept(max_foreign)
-    seconds = [sample.seconds for sample in kept]
-    return Row(
-        workload=case.workload,
-        engine=case.engine.name,
-        best_s=min(seconds, default=None),
-        median_s=median(seconds) if seconds else None,
-        stages={s: median(sample.stages[s] for sample in kept) for s in child.STAGES if kept},
-        cache_bytes=kept[-1].cache_bytes if kept else 0,
-        not_run=case.failure,
-        **case.counts(max_foreign),
+    workdir, args = run.workdir.absolute(), run.args
+    cache, scratch, logs = (
+        workdir / part for part in (f"caches/{name}/{engine.kind}", "scratch", "logs")
+    )
+    logs.mkdir(exist_ok=True)
+    for path in (scratch, cache) if engine.state == "cold" else (scratch,):
+        child.make_empty(path)
+    if engine.kind == "vllm" and args.vllm_python is None:
+        raise SampleError("no --vllm-python")
+    # Not resolved: a virtual environment's interpreter is a link, identified by its path.
+    python = (args.vllm_python if engine.kind == "vllm" else Path(sys.executable)).absolute()
+    variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
+    log, begin = logs / f"{name} {engine.name}.log", time.monotonic()
+    try:
+        report = child.launch(python, _job(directory, engine, cache, args), variables, log)
+    except child.StartError as error:
+        raise SampleError(str(error)) from None
+    report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
+    reached = report.pop("moments")
+    moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
+    stages = {s: end - start for s, (start, end) in zip(child.STAGES, moments, strict=True)}
+    return dict(
+        seconds=sum(stages.values()),
+        stages=stages,
+        cache_bytes=child.size_of(cache) if engine.state else 0,
+        scratch_bytes=child.size_of(scratch),
+        report=report,
     )
 
 
-class Starter:
-    """Starts processes and measures their times.
-
-    Args:
-        args: the command line.
-        workdir: directory for caches, reports and logs.
-    """
-
-    def __init__(self, args: argparse.Namespace, workdir: Path) -> None:
-        self.args, self.workdir = args, workdir.absolute()
-        (workdir / "logs").mkdir(exist_ok=True)
-
-    def start(self, case: Case) -> Sample:
-        """Take one sample; a cold one first empties the cache.
-
-        Raises:
-            StartError: there was no first token.
-        """
-        cache = self.workdir / "caches" / case.workload / case.engine.kind
-        scratch = self.workdir / "scratch"
-        for path in (scratch, cache) if case.engine.state == "cold" else (scratch,):
-            child.make_empty(path)
-        args, engine, job = self.args, case.engine, self._job(case, cache)
-        # Not resolved: a virtual environment's interpreter is a link, identified by its path.
-        python = (args.vllm_python if engine.kind == "vllm" else Path(sys.executable)).absolute()
-        variables = child.environment(engine, cache, scratch, torch.get_num_threads(), python)
-        log = self.workdir / "logs" / f"{case.workload} {engine.name}.log"
-        watch, begin = FamilyWatch(), time.monotonic()
-        report = child.launch(python, job, variables, log, args.timeout)
-        share = watch.foreign_share()
-        report["compiled_again"] = child.COMPILED_AGAIN in log.read_text()
-        reached = report.pop("moments")
-        moments = pairwise([begin, *(reached[stage] for stage in child.STAGES)])
-        stages = {s: end - start for s, (start, end) in zip(child.STAGES, moments, strict=True)}
-        cached = child.size_of(cache) if engine.state else 0
-        return Sample(stages, share, cached, child.size_of(scratch), report)
-
-    def _job(self, case: Case, cache: Path) -> dict[str, Any]:
-        """The job that the process gets."""
-        args, engine = self.args, case.engine
-        config = json.loads((case.directory / "config.json").read_text())
-        family = find_family(config["architectures"])
-        generator = torch.Generator().manual_seed(args.seed)
-        ids = torch.randint(config["vocab_size"], (args.prompt_tokens,), generator=generator)
-        options: dict[str, Any] = dict(
-            spec_tokens=args.spec_tokens, batch_buckets=args.batch_buckets, max_len=args.max_len
-        )
-        if engine.kind == "mtpc":  # Frozen: what the cache lacks is an error, not a slow start.
-            frozen = engine.state == "warm"
-            options |= dict(cache_dir=str(cache), backend="cpu", frozen=frozen)
-        return dict(
-            kind=engine.kind,
-            directory=str(case.directory.absolute()),
-            prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
-            new_tokens=args.new_tokens,
-            steps=0,
-            options=options,
-            hf_class=family.hf_class,
-            mtp_pattern=re.escape(family.layer_prefix(config["num_hidden_layers"], 0)),
-            eager=not engine.state,
-        )
+def _job(directory: Path, engine: child.Engine, cache: Path, args: Any) -> dict[str, Any]:
+    """The job that the process gets."""
+    config = json.loads((directory / "config.json").read_text())
+    family = find_family(config["architectures"])
+    generator = torch.Generator().manual_seed(args.seed)
+    ids = torch.randint(config["vocab_size"], (args.prompt_tokens,), generator=generator)
+    options: dict[str, Any] = dict(
+        spec_tokens=args.spec_tokens, batch_buckets=args.batch_buckets, max_len=args.max_len
+    )
+    if engine.kind == "mtpc":  # Frozen: what the cache lacks is an error, not a slow start.
+        frozen = engine.state == "warm"
+        options |= dict(cache_dir=str(cache), backend="cpu", frozen=frozen)
+    return dict(
+        kind=engine.kind,
+        directory=str(directory.absolute()),
+        prompt=DEFAULT_PROMPT if engine.is_text else ids.tolist(),
+        new_tokens=args.new_tokens,
+        steps=0,
+        options=options,
+        hf_class=family.hf_class,
+        mtp_pattern=re.escape(family.layer_prefix(config["num_hidden_layers"], 0)),
+        eager=not engine.state,
+    )
 
 
-def sample_in_turns(cases: Sequence[Case], starter: Starter, tell: Tell) -> None:
-    """Take cold starts first, which fill the caches; then sample all other cases in rounds."""
-    args = starter.args
-    cold = [case for case in cases if case.engine.state == "cold"]
-    others = [case for case in cases if case.engine.state != "cold"]
+def summary(samples: Sequence[Row]) -> Row:
+    """The figures of a start; None if it never ran."""
+    seconds = [sample["seconds"] for sample in samples]
+    return dict(
+        best_s=min(seconds, default=None),
+        median_s=median(seconds) if seconds else None,
+        stages={
+            stage: median(sample["stages"][stage] for sample in samples)
+            for stage in child.STAGES
+            if samples
+        },
+        cache_bytes=samples[-1]["cache_bytes"] if samples else 0,
+    )
+
+
+def cases_of(name: str, run: Run) -> list[Case]:
+    """The cases of one checkpoint: every requested engine."""
+    args, directory = run.args, demo_checkpoint()
+    if name != "demo":
+        name, directory = f"mimo-{args.shape}", run.workdir / f"mimo-{args.shape}"
+        run.tell(f"write {directory}")
+        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
+    has_text = (directory / "tokenizer.json").is_file()
+    cases = []
+    for engine in child.ENGINES:
+        if engine.kind in args.engines and (has_text or not engine.is_text):
+            take = partial(start, name, directory, engine, run)
+            # What keeps no cache reads what has not been read since the machine's start.
+            warm = None if engine.state else take
+            cases.append(Case(dict(workload=name, engine=engine.name), take, warm, summary=summary))
+    return cases
+
+
+def engine_of(row: Row) -> child.Engine:
+    """What a row is of."""
+    return next(engine for engine in child.ENGINES if engine.name == row["engine"])
+
+
+def measure(run: Run) -> Iterator[list[Row]]:
+    """Cold starts first, which fill the caches; then all others in rounds."""
+    args = run.args
+    cases = [case for name in args.workloads for case in cases_of(name, run)]
+    cold = [case for case in cases if engine_of(case.row).state == "cold"]
+    for case in cold:
+        case.attempt(run.tell)
+    failed = {(case.row["workload"], engine_of(case.row).kind) for case in cold if case.failure}
+    others = [case for case in cases if case not in cold]
     for case in others:
-        if not case.engine.state:  # Reads what has not been read since the machine's start.
-            tell(f"not counted: {case}")
-            _take(case, starter, tell)
-            case.samples.clear()
-    for _ in range(args.cold_repeats):
-        for case in cold:
-            _take(case, starter, tell)
-    failed = {(case.workload, case.engine.kind) for case in cold if case.failure}
-    for case in others:
-        if case.engine.state == "warm" and (case.workload, case.engine.kind) in failed:
-            case.failure = case.failure or "there is no cold start to be warm after"
-    for _ in range(args.repeats * ATTEMPTS):
-        for case in others:
-            if len(case.undisturbed(args.max_foreign)) < args.repeats:
-                _take(case, starter, tell)
-        record = _record(cases, args)
-        # After each round, so that an interrupt loses only the running round.
-        write_results(args, record, table(record))
-
-
-def _take(case: Case, starter: Starter, tell: Tell) -> None:
-    """Take one more sample of a case, unless it has failed."""
-    if case.failure is not None:
-        return
-    try:
-        sample = starter.start(case)
-    except child.StartError as error:
-        case.failure = str(error)
-        tell(f"{case}: {error}")
-        return
-    case.samples.append(sample)
-    tell(f"{case}: {sample.seconds:.2f} s, {sample.foreign_share:.0%} of the CPU used by others")
+        engine = engine_of(case.row)
+        if engine.state == "warm" and (case.row["workload"], engine.kind) in failed:
+            case.failure = "there is no cold start to be warm after"
+    run.sample(others)
+    rows = [case.result(args.max_foreign) for case in cases]
+    same = same_tokens(rows)
+    run.facts |= {"ratios": ratios(rows), "same_tokens": same}
+    mtpc_failed = any("not_run" in row for row in rows if engine_of(row).kind == "mtpc")
+    run.failed = mtpc_failed or not all(s for name, s in same.items() if "mtpc" in name)
+    yield rows
 
 
 def ratios(rows: Sequence[Row]) -> list[str]:
     """Lines that compare the rows of each workload, by medians and by best samples."""
-    by_name = {(row.workload, row.engine): row for row in rows}
+    by_name = {(row["workload"], row["engine"]): row for row in rows}
     lines = []
-    for workload in dict.fromkeys(row.workload for row in rows):
+    for workload in dict.fromkeys(row["workload"] for row in rows):
         for name, other in RATIOS:
             above, below = by_name.get((workload, name)), by_name.get((workload, other))
             if above is None or below is None:
                 continue
             text = "not measured"
-            if above.median_s and above.best_s and below.median_s and below.best_s:
-                best = above.best_s / below.best_s
-                text = f"{above.median_s / below.median_s:.2f} (best: {best:.2f})"
+            if above["median_s"] and below["median_s"]:
+                best = above["best_s"] / below["best_s"]
+                text = f"{above['median_s'] / below['median_s']:.2f} (best: {best:.2f})"
             lines.append(f"{workload}: {name} / {other}: {text}")
     return lines
 
 
-def same_tokens(cases: Sequence[Case]) -> dict[str, bool]:
+def same_tokens(rows: Sequence[Row]) -> dict[str, bool]:
     """Whether all starts, cold and warm, gave the same tokens, by workload and engine."""
     seen: dict[str, list[list[int]]] = {}
-    for case in cases:
-        for sample in case.samples:
-            tokens = sample.report["continuation"]
-            if tokens and not case.engine.is_text:
-                seen.setdefault(f"{case.workload}, {case.engine.kind}", []).append(tokens)
+    for row in rows:
+        for sample in row["taken"]:
+            tokens, engine = sample["report"]["continuation"], engine_of(row)
+            if tokens and not engine.is_text:
+                seen.setdefault(f"{row['workload']}, {engine.kind}", []).append(tokens)
     return {name: all(t == ts[0] for t in ts) for name, ts in seen.items() if len(ts) > 1}
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
-    rows = [
-        Row(**{**row, "taken": tuple(Sample(**sample) for sample in row["taken"])})
-        for row in record["rows"]
-    ]
-    same = [f"{n}: all starts {'dis' * (not s)}agree" for n, s in record["same_tokens"].items()]
-    notes = [*record["ratios"], *same, *NOTES]
-    return Table("From process start to first token", COLUMNS, cells(rows), notes)
+def _notes(record: Record) -> list[str]:
+    alike = record.get("same_tokens", {}).items()  # A run that ended early has none.
+    same = [f"{name}: all starts {'dis' * (not are)}agree" for name, are in alike]
+    return [*record.get("ratios", ()), *same, *NOTES]
 
 
-COLUMNS = ("model", "start", "best s", "median s", "vs floor", *child.STAGES, "cache MB", "samples")
+def _samples(row: Row, rows: Sequence[Row]) -> str:
+    failure = f"not run: {row.get('not_run')}"[:LONGEST_REASON]
+    if row["median_s"] is None:
+        return failure
+    again = any(sample["report"]["compiled_again"] for sample in row["taken"])
+    then = f"; then {failure}" * (row.get("not_run") is not None)
+    return f"{SAMPLES.cell(row, rows)}{again * '; compiled again'}{then}"
 
 
-def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The cells of the table."""
-    floors = {row.workload: row.median_s for row in rows if row.engine == "floor"}
-    return [[row.workload, row.engine, *_cells(row, floors.get(row.workload))] for row in rows]
+def _over_floor(row: Row, rows: Sequence[Row]) -> float | None:
+    ratio = over("median_s", ("workload",), engine="floor")
+    return ratio(row, rows) if row["median_s"] else None
 
 
-def _cells(row: Row, floor: float | None) -> list[str]:
-    failure = f"not run: {row.not_run}"[:LONGEST_REASON]
-    if row.best_s is None or row.median_s is None:
-        return [*"-" * (len(COLUMNS) - 3), failure]
-    again = any(sample.report["compiled_again"] for sample in row.taken)
-    return [
-        f"{row.best_s:.2f}",
-        f"{row.median_s:.2f}",
-        f"{row.median_s / floor:.2f}x" if floor else "-",
-        *(f"{row.stages[stage]:.2f}" for stage in child.STAGES),
-        f"{row.cache_bytes / 1e6:.2f}" if row.cache_bytes else "-",
-        f"{sample_counts(row)}{again * '; compiled again'}"
-        + f"; then {failure}" * (row.not_run is not None),
-    ]
+def _stage(name: str, row: Row, rows: Sequence[Row]) -> float | None:
+    found: float | None = row["stages"].get(name)
+    return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if mtpc failed to start, or if warm and cold tokens differ."""
-    args = parse(argv)
-    tell = command.begin(args)
-    with command.working_directory(args.workdir) as workdir:
-        cases = [case for name in args.workloads for case in cases_of(name, args, workdir, tell)]
-        sample_in_turns(cases, Starter(args, workdir), tell)
-    table(_record(cases, args)).print()
-    failed = any(case.failure for case in cases if case.engine.kind == "mtpc")
-    alike = all(same for name, same in same_tokens(cases).items() if "mtpc" in name)
-    return int(failed or not alike)
-
-
-def cases_of(name: str, args: argparse.Namespace, workdir: Path, tell: Tell) -> list[Case]:
-    """The cases of one checkpoint: every requested engine."""
-    if name == "demo":
-        directory = demo_checkpoint()
-    else:
-        name, directory = f"mimo-{args.shape}", workdir / f"mimo-{args.shape}"
-        tell(f"write {directory}")
-        write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting=False, seed=args.seed)
-    has_text = (directory / "tokenizer.json").is_file()
-    engines = [e for e in child.ENGINES if e.kind in args.engines and (has_text or not e.is_text)]
-    cases = [Case(name, directory, engine) for engine in engines]
-    for case in cases:
-        if case.engine.kind == "vllm" and args.vllm_python is None:
-            case.failure = "no --vllm-python"
-    return cases
-
-
-def _record(cases: Sequence[Case], args: argparse.Namespace) -> Record:
-    rows = [summarise(case, args.max_foreign) for case in cases]
-    measured = {
-        "ratios": ratios(rows),
-        "same_tokens": same_tokens(cases),
-        "rows": [asdict(row) for row in rows],
-    }
-    return new_record("startup", args, measured)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = command.new_parser(
-        "startup", __doc__, *command.FILES, "--shape", "--vllm-python", *command.SAMPLING,
+NOTES = (
+    "python, import, load, token: medians of the stages that add up to the median.",
+    "floor and fresh memory: the floor, and as many bytes as the weights have written once.",
+    "mtpc warm: with an empty Inductor cache, without a C++ compiler; all buckets are loaded.",
+    "agree, disagree: in every token that they went on to decode.",
+    "compiled again: a warm start of vLLM said that it could not load what a cold one had kept.",
+)
+FORM = TableForm(
+    "From process start to first token",
+    (
+        *fields("model=workload, start=engine, best s=best_s:.2f"),
+        Column(
+            "median s", "median_s", ".2f",
+            "from just before the process is started to its first token.",
+        ),
+        Column(
+            "vs floor", _over_floor, ".2fx",
+            "median over the floor's; mtpc's goal for warm starts is at most 2.",
+        ),
+        *(Column(stage, partial(_stage, stage), ".2f") for stage in child.STAGES),
+        Column(
+            "cache MB", lambda row, _: row["cache_bytes"] or None, ".2f",
+            "what a warm start is given; for mtpc kernels and all steps, weights are not in it.",
+            1e-6,
+        ),
+        Column("samples", _samples, "", SAMPLES.note),
+    ),
+    _notes,
+)  # fmt: skip
+BENCHMARK = Benchmark(
+    "startup",
+    __doc__,
+    measure,
+    FORM.of,
+    (*command.FILES, "--shape", "--vllm-python", *command.SAMPLING),
+    dict(
         spec_tokens=3, batch_buckets=[1, 2, 4, 8], max_len=1024, prompt_tokens=32, new_tokens=8,
         repeats=5,
-    )  # fmt: skip
-    add, number = parser.add_argument, dict[str, Any](type=command.positive, metavar="N")
-    add("--workloads", nargs="+", choices=("demo", "random"), default=["demo", "random"])
-    add("--engines", nargs="+", choices=child.STARTS, default=list(child.STARTS))
-    add("--cold-repeats", **number, default=1, help="samples, cold")
-    add("--timeout", **number, default=900, help="seconds of one start")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    ),
+    {
+        "--workloads": dict(nargs="+", choices=("demo", "random"), default=["demo", "random"]),
+        "--engines": dict(nargs="+", choices=child.STARTS, default=list(child.STARTS)),
+    },
+)  # fmt: skip
+main, table = BENCHMARK.commands(__name__)

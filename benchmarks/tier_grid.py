@@ -9,18 +9,16 @@ one request per row, with a policy that knows nothing and with one that knows th
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from statistics import mean
 from typing import Any, NamedTuple
 
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
+from benchmarks.harness.bench import ON_PAPER, Benchmark, Run
 from benchmarks.harness.loads import GRID, SHORT, TIERS, Load, Moment, decode, measured
-from benchmarks.harness.results import ON_PAPER, Record, Table, publish
+from benchmarks.harness.tables import Record, Row, Table
 from mtpc.engine.tiers import TierPolicy
 
 BURSTS, DRAWS, MORE_DRAWS = 12, 3, 12
@@ -91,19 +89,12 @@ def decoded(
     return [Moment(*map(mean, zip(*each, strict=True))) for each in zip(*found, strict=True)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Simulate, write and print."""
-    parser = command.new_parser("tier_grid", __doc__, *command.RESULTS)
-    add = parser.add_argument
-    add("--every", type=positive, default=1, metavar="N", help="take every N-th load")
-    add("--processes", type=positive, default=1, metavar="N", help="that share the work")
-    add("--short", action="store_true", help="short bursts instead of the grid")
-    args: argparse.Namespace = parser.parse_args(argv)
-    make, loads = (short_row, SHORT) if args.short else (row, GRID)
-    with ProcessPoolExecutor(args.processes) as pool:
-        rows = list(pool.map(make, range(0, len(loads), args.every), chunksize=4))
-    publish("tier_grid", args, {"machine": ON_PAPER, "rows": rows}, table)
-    return 0
+def measure(run: Run) -> Iterator[list[Row]]:
+    """The rows of all loads."""
+    run.facts["machine"] = ON_PAPER
+    make, loads = (short_row, SHORT) if run.args.short else (row, GRID)
+    with ProcessPoolExecutor(run.args.processes) as pool:
+        yield list(pool.map(make, range(0, len(loads), run.args.every), chunksize=4))
 
 
 def row(number: int) -> dict[str, Any]:
@@ -140,7 +131,7 @@ def short_row(number: int) -> dict[str, Any]:
     }
 
 
-def table(record: Record) -> Table:
+def table_of(record: Record) -> Table:
     """A record's table: all loads, and groups of loads with a common property."""
     rows = record["rows"]
     groups = [("all", rows)]
@@ -170,5 +161,16 @@ def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "tier_grid",
+    __doc__,
+    measure,
+    table_of,
+    command.RESULTS,
+    options={
+        "--every": command.NUMBER | dict(default=1, help="take every N-th load"),
+        "--processes": command.NUMBER | dict(default=1, help="that share the work"),
+        "--short": dict(action="store_true", help="short bursts instead of the grid"),
+    },
+)
+main, table = BENCHMARK.commands(__name__)

@@ -1,108 +1,89 @@
 """Accepted drafts on held-out text, before and after `mtpc tune-head` or `mtpc train-draft`.
 
     python examples/train_demo_model.py --texts-only --out texts
-    python -m benchmarks.tune_head mtpc/demo texts/train.txt --held-out texts/held-out.txt \\
-        --batch 8 --learning-rate 8e-4 --steps 3100 --continuations 5000 --out RESULTS.json
-    python -m benchmarks.tune_head TARGET TEXT ... --form mtp --minutes 60 --keep DRAFTS
+    python -m benchmarks.tune_head --out RESULTS.json tune-head mtpc/demo texts/train.txt \\
+        --held-out texts/held-out.txt --batch 8 --learning-rate 8e-4 --steps 3100 --out tuned
+    python -m benchmarks.tune_head --out RESULTS.json train-draft TARGET TEXT ... --out DRAFTS
 
-With `--form` a drafter is trained for a model that has none. Drafts are counted by mtpc's engine,
-in greedy decoding with K drafts.
+The words after the benchmark's own options are the command, as `mtpc` takes it. Drafts are counted
+by mtpc's engine, in greedy decoding with K drafts.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+import json
+from collections.abc import Iterator
 
 from benchmarks.harness import command
-from benchmarks.harness.command import positive
-from benchmarks.harness.results import Record, Table, publish
+from benchmarks.harness.bench import Benchmark, Run
+from benchmarks.harness.tables import Column, Record, Row, TableForm, fields
+from mtpc.cli.arguments import parse
+from mtpc.cli.main import main as mtpc_main
 from mtpc.engine.stats import DraftCounts
-from mtpc.tuning.forms import FORMS
-from mtpc.tuning.run import Plan, Tuning
-from mtpc.tuning.train import Schedule
-
-COLUMNS = (
-    "MTP layers",
-    "accepted a step",
-    "more",
-    "by position",
-    "drafts",
-    "steps",
-    "processor minutes",
-)
-NOTES = (
-    "accepted a step: accepted drafts of a decode step and request, of K; more: than before.",
-    "by position: drafts that were accepted, of those that the engine verified (drafts).",
-    "processor minutes: of the training, without the texts that the target writes before it.",
-)
 
 
-def table(record: Record) -> Table:
-    """A record's table."""
+def _rows(record: Record) -> list[Row]:
+    """A row for the drafts before the training, if there were any, and one for those after it."""
     found = {name: DraftCounts(**record[name]) for name in ("before", "after") if record[name]}
-    base = found["before"].per_step if "before" in found else 0.0
-    body = [
-        [
-            name,
-            f"{acceptance.per_step:.2f}",
-            f"{acceptance.per_step / base - 1:+.1%}" if name == "after" and base else "-",
-            " ".join(f"{rate:.1%}" for rate in acceptance.by_position),
-            str(sum(acceptance.drafted)),
-            str(record["progress"]["step"]) if name == "after" else "-",
-            f"{record['progress']['processor_seconds'] / 60:.1f}" if name == "after" else "-",
-        ]
-        for name, acceptance in found.items()
+    rows: list[Row] = [
+        {
+            "name": name,
+            "per_step": counts.per_step,
+            "by_position": " ".join(f"{rate:.1%}" for rate in counts.by_position),
+            "drafts": sum(counts.drafted),
+        }
+        for name, counts in found.items()
     ]
-    return Table("Accepted drafts on held-out text", COLUMNS, body, NOTES)
+    seconds = record["progress"]["processor_seconds"]
+    rows[-1] |= {"steps": record["progress"]["step"], "minutes": seconds / 60}
+    if "before" in found and found["before"].per_step:
+        rows[-1]["more"] = rows[-1]["per_step"] / rows[0]["per_step"] - 1
+    return rows
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns the exit code."""
-    args = _parse(argv)
-    tell = command.begin(args)
-    schedule = Schedule(args.steps, args.minutes, args.batch, args.learning_rate, args.seed)
-    plan = Plan(schedule, args.length, args.continuations, args.prompts, args.max_new_tokens,
-                args.vocabulary, args.disk)  # fmt: skip
-    options = {"spec_tokens": args.spec_tokens}
-    with tempfile.TemporaryDirectory() as scratch:
-        out = args.keep or Path(scratch, "tuned")
-        files = (args.checkpoint, args.texts, args.held_out, out)
-        tuning = Tuning(*files, plan, options, tell, args.form)
-        measured = asdict(tuning.run(args.resume))
-    del args.texts, args.held_out  # A record holds no paths.
-    publish("tune_head", args, measured, table)
-    return 0
+FORM = TableForm(
+    "Accepted drafts on held-out text",
+    (
+        Column("MTP layers", "name"),
+        Column(
+            "accepted a step", "per_step", ".2f",
+            "accepted drafts of a decode step and request, of K.",
+        ),
+        Column("more", "more", "+.1%", "than before."),
+        Column(
+            "by position", "by_position", "",
+            "drafts that were accepted, of those that the engine verified (drafts).",
+        ),
+        *fields("drafts, steps"),
+        Column(
+            "processor minutes", "minutes", ".1f",
+            "of the training, without the texts that the target writes before it.",
+        ),
+    ),
+    rows=_rows,
+)  # fmt: skip
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.new_parser(
-        "tune_head", __doc__, *command.RESULTS, "--seed", threads=1, spec_tokens=3,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("checkpoint", type=Path)
-    add("texts", nargs="+", type=Path, metavar="TEXT")
-    add("--held-out", action="append", default=[], type=Path, metavar="TEXT")
-    add("--keep", type=Path, metavar="DIR", help="keep the new checkpoint there")
-    add("--resume", action="store_true", help="go on with a run that was killed, of --keep DIR")
-    text = "train a new drafter of this form; default: the checkpoint's own MTP layers"
-    add("--form", choices=sorted(FORMS), help=text)
-    add("--minutes", type=float, metavar="M")
-    add("--steps", type=positive, metavar="N")
-    add("--learning-rate", type=float, default=1e-3)
-    add("--batch", type=positive, default=12)
-    add("--length", type=positive, default=192)
-    add("--continuations", type=int, default=1024)
-    add("--vocabulary", type=positive, default=Plan.vocabulary, metavar="N")
-    add("--disk", type=positive, default=Plan.disk, metavar="BYTES")
-    add("--prompts", type=positive, default=128)
-    add("--max-new-tokens", type=positive, default=64)
-    return parser.parse_args(argv)
+def measure(run: Run) -> Iterator[list[Row]]:
+    """Run the command; what it counts are facts of the record, which has no rows."""
+    words, found = run.args.command, run.workdir / "found.json"
+    asked = vars(parse(words))
+    run.args.command = words[0]
+    numbers = {name: value for name, value in asked.items() if isinstance(value, (int, float))}
+    vars(run.args).update(numbers, form=asked.get("form"))
+    if mtpc_main([*words, "--json", str(found)]):
+        raise SystemExit(f"mtpc {words[0]} failed")
+    run.facts |= json.loads(found.read_text())
+    yield []
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARK = Benchmark(
+    "tune_head",
+    __doc__,
+    measure,
+    FORM.of,
+    command.RESULTS,
+    options={"command": dict(nargs=argparse.REMAINDER, help="tune-head or train-draft")},
+)
+main, table = BENCHMARK.commands(__name__)

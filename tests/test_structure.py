@@ -286,6 +286,15 @@ def test_folders_do_not_grow() -> None:
     assert LINES.keys() == found.keys(), f"LINES = {{\n{table}}}"
 
 
+BENCHMARK_LINES = 13_000
+"""Most lines of Python below benchmarks. Lower it when they shrink."""
+
+
+def test_benchmarks_do_not_grow() -> None:
+    files = (ROOT / "benchmarks").rglob("*.py")
+    assert sum(len(path.read_text().splitlines()) for path in files) <= BENCHMARK_LINES
+
+
 TEST_FILES = sorted(TESTS.rglob("*.py"))
 TOP = {
     "conftest.py",

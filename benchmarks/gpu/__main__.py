@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import transformers
-
 from benchmarks.gpu.aot import COMPARED as AOT_COMPARED
 from benchmarks.gpu.aot import FAMILY as AOT_FAMILY
 from benchmarks.gpu.aot import check_aot
@@ -42,7 +40,7 @@ from benchmarks.gpu.gate import (
     check_shape,
 )
 from benchmarks.gpu.kernels import kernel_times
-from benchmarks.gpu.machine import GpuMachine, Machine
+from benchmarks.gpu.machine import Machine, gpu_machine
 from benchmarks.gpu.models import MEASURED, SHAPES
 from benchmarks.gpu.ops import check_op, op_rows
 from benchmarks.gpu.rows import FIGURES, Row, RowFile, figures, findings
@@ -50,8 +48,8 @@ from benchmarks.gpu.schedule import Schedule
 from benchmarks.gpu.speed import Bench, Plan, Task, profiles, tasks, telling_case
 from benchmarks.harness import command
 from benchmarks.harness.command import positive
-from benchmarks.harness.results import Table
-from benchmarks.harness.sampling import Tell
+from benchmarks.harness.rounds import Tell
+from benchmarks.harness.tables import Table
 from mtpc.errors import MtpcError
 
 PARTS = ("ops", "gate", "sampling", "aot", "kernels", "speed", "profile")
@@ -133,10 +131,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedule, tell = Schedule(args.deadline), command.teller()
     for variable, folder in CACHES.items() if args.cache_dir else ():
         os.environ[variable] = str(args.cache_dir.resolve() / folder)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    command.quiet()
     try:
-        machine = Machine() if args.dry_run else GpuMachine()
+        machine = Machine() if args.dry_run else gpu_machine()
     except MtpcError as error:
         print(f"{error}; --dry-run goes through every step on the null device", file=sys.stderr)
         return 2

@@ -1,11 +1,10 @@
-"""The engines of benchmarks.gpu: the fused step, its separate pieces, and transformers."""
+"""The engines of benchmarks.gpu: the fused step, and its separate pieces."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,29 +12,15 @@ from torch import fx
 
 from benchmarks.gpu.machine import Clock, Machine
 from benchmarks.gpu.pieces import Compiled, PiecewiseStep
-from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
-from benchmarks.harness.models import load_target
+from benchmarks.harness.decoders import MtpcDecoder
 from mtpc import SpecModel
 from mtpc.backends.base import Run
 from mtpc.backends.cuda import CudaBackend, compile_flat
 from mtpc.layout import StepKey, largest_first
 from mtpc.models.load import LoadedModel
-from mtpc.models.save import save_checkpoint
 from mtpc.plan import Plan
 from mtpc.program.compiler import StepCompiler
 from mtpc.program.program import CapturedStep, Program, StepBinder
-
-OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
-"""Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
-
-NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
-"""Inductor fuses most of the same."""
-VARIANTS = (
-    ("default passes", (), ()),
-    ("without passes", OPTIONAL_PASSES, ()),
-    ("norms fused by Inductor", NORM_PASSES, ()),
-)
-"""Of a profile: what it is called, passes disabled, passes enabled."""
 
 
 class TimedProgram:
@@ -146,15 +131,3 @@ class Fused:
 
 def _interpret(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Compiled:
     return module
-
-
-def with_mtp(loaded: LoadedModel, directory: Path, device: str) -> TransformersDecoder:
-    """transformers with drafts: `generate(use_mtp=True)` reads the MTP layer from files."""
-    save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
-    return TransformersDecoder(load_target(directory, loaded.family).to(device), 1)
-
-
-def decode_on(decoder: Decoder, device: str, prompts: Prompts, new_tokens: int) -> Decoded:
-    """Call `decoder.decode` with a default device, on which transformers' prompts are made."""
-    with torch.device(device):
-        return decoder.decode(prompts, new_tokens)

@@ -66,7 +66,7 @@ def check_shape(row: Row, machine: Machine, directory: Path) -> Row:
     """Compile the first layers of a measured shape, random weights, and compare each step; of one
     request, whose few rows have kernels of their own. With K = 1 their launches begin early."""
     if not directory.is_dir():
-        loaded, _ = build(row.shape, machine.device, LAYERS, accepting=False)
+        loaded = build(row.shape, machine.device, LAYERS, accepting=False)
         save_checkpoint(loaded.target, loaded.mtp_layers, directory, loaded.family)
         del loaded
     k = row.spec_tokens

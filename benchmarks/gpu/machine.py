@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from benchmarks.gpu.profile import DeviceProfiler, OperatorProfiler, Profiler
 from mtpc.backends.base import Run
-from mtpc.backends.cuda import CudaBackend, lower_by_inductor, open_cuda
+from mtpc.backends.cuda import CudaBackend, open_cuda
 from mtpc.backends.eager import EagerBackend
 from mtpc.backends.graphs import Graphs, TorchGraphs
 from mtpc.backends.null import NullGraphs
-from mtpc.capture.graph import StepGraph
 from mtpc.environment import cache_directory
 from mtpc.store.entries import EntryStore
 
@@ -55,105 +56,6 @@ class DirectGraphs:
         return None
 
 
-class Machine:
-    """The operations that the benchmark needs of a device; here the null device, without a GPU.
-
-    It runs every part of the benchmark, without meaningful times.
-
-    Attributes:
-        name: name of the device.
-        device: torch's name of the device.
-        is_dry: whether this is a dry run, whose times mean nothing.
-    """
-
-    name, device, is_dry = "null device", "cpu", True
-
-    def backend(self, batch_invariant: bool = False) -> CudaBackend:
-        """The cuda backend on graphs, with a memory pool of its own; here with the references."""
-        return CudaBackend(NullGraphs(), self.lower, (), device="cpu")
-
-    def reference(self) -> CudaBackend:
-        """A backend with the reference operators, neither compiled nor captured."""
-        return CudaBackend(DirectGraphs(), self.lower, (), device="cpu")
-
-    def graphs(self) -> Graphs:
-        """What captures, with a memory pool of its own."""
-        return NullGraphs()
-
-    def lower(self, graph: StepGraph) -> Run:
-        """What compiles; here the eager callable."""
-        return EagerBackend().lower(graph)
-
-    def clock(self) -> Clock:
-        """A new clock; here the host's."""
-        return _HostClock()
-
-    def copy_bandwidth(self) -> float:
-        """Bytes read and written a second by a plain copy; here over a small buffer."""
-        return _copy_bandwidth(1 << 20, _HostClock())
-
-    def direct(self) -> CudaBackend:
-        """A backend that launches kernels one by one, for steps that are not measured."""
-        return self.reference()
-
-    def profiler(self) -> Profiler:
-        """A new profiler; here of operators."""
-        return OperatorProfiler()
-
-
-class GpuMachine(Machine):
-    """This machine's GPU.
-
-    Raises:
-        BackendError: there is none that torch can use, or no Triton.
-    """
-
-    device, is_dry = "cuda", False
-
-    def __init__(self) -> None:
-        open_cuda()  # Says what is missing.
-        self.name = torch.cuda.get_device_name()
-        self._store = EntryStore(cache_directory())
-
-    def backend(self, batch_invariant: bool = False) -> CudaBackend:
-        """As `backend="cuda"` opens it: with the autotune table of the user's cache."""
-        return open_cuda(store=self._store, batch_invariant=batch_invariant)
-
-    def reference(self) -> CudaBackend:
-        """PyTorch's own kernels, op by op."""
-        return CudaBackend(DirectGraphs(), EagerBackend().lower, ())
-
-    def graphs(self) -> Graphs:
-        """CUDA or HIP graphs."""
-        return TorchGraphs(torch.device("cuda", torch.cuda.current_device()))
-
-    def lower(self, graph: StepGraph) -> Run:
-        """Inductor."""
-        return lower_by_inductor(graph)
-
-    def clock(self) -> Clock:
-        """The device's events."""
-        return _EventClock()
-
-    def copy_bandwidth(self) -> float:
-        """Of the device's memory."""
-        return _copy_bandwidth(COPY_BYTES, _EventClock())
-
-    def direct(self) -> CudaBackend:
-        """Without Inductor, tuning or capture."""
-        from mtpc.backends.aiter import aiter_bindings
-        from mtpc.backends.triton_kernels import triton_bindings
-
-        # As the measured step: aiter's kernels read the same weights in an order of their own.
-        theirs = aiter_bindings().bindings if torch.version.hip else ()
-        bindings = (*theirs, *triton_bindings())
-        return CudaBackend(DirectGraphs(), EagerBackend().lower, bindings)
-
-    def profiler(self) -> Profiler:
-        """Of what ran on the device, copies and fills included."""
-        return DeviceProfiler()
-
-
 class _HostClock:
     def __init__(self) -> None:
         self._seconds: list[float] = []
@@ -183,17 +85,75 @@ class _EventClock:
         return [1e-3 * start.elapsed_time(end) for start, end in self._pairs]
 
 
-def _copy_bandwidth(num_bytes: int, clock: Clock) -> float:
-    device = "cuda" if isinstance(clock, _EventClock) else "cpu"
-    source = torch.ones(num_bytes // 4, device=device)
-    target = torch.empty_like(source)
-    for _ in range(_PASSES):
-        clock.run(_copy(source, target))
-    return 2 * source.nbytes / min(clock.read())
+@dataclass(frozen=True)
+class Machine:
+    """What the benchmark needs of a device; as a rule of the null device, without a GPU.
+
+    That one runs every part of the benchmark with the reference operators, without meaningful
+    times.
+
+    Attributes:
+        name: name of the device.
+        device: torch's name of the device.
+        is_dry: whether this is a dry run, whose times mean nothing.
+        graphs: makes what captures, with a memory pool of its own.
+        clock: makes a clock: the host's, or of the device's events.
+        profiler: makes a profiler: of operators, or of what ran on the device.
+        copy_bytes: of the buffer whose copy gives the bandwidth.
+    """
+
+    name: str = "null device"
+    device: str = "cpu"
+    is_dry: bool = True
+    graphs: Callable[[], Graphs] = NullGraphs
+    clock: Callable[[], Clock] = _HostClock
+    profiler: Callable[[], Profiler] = OperatorProfiler
+    copy_bytes: int = 1 << 20
+
+    def backend(self, batch_invariant: bool = False) -> CudaBackend:
+        """As `backend="cuda"` opens it, with the autotune table of the user's cache; of the null
+        device with the references."""
+        if self.is_dry:
+            return CudaBackend(NullGraphs(), EagerBackend().lower, (), device="cpu")
+        return open_cuda(store=EntryStore(cache_directory()), batch_invariant=batch_invariant)
+
+    def reference(self) -> CudaBackend:
+        """PyTorch's own kernels, neither compiled nor captured."""
+        return CudaBackend(DirectGraphs(), EagerBackend().lower, (), device=self.device)
+
+    def direct(self) -> CudaBackend:
+        """What launches kernels one by one, without Inductor, tuning or capture, for steps that are
+        not measured."""
+        if self.is_dry:
+            return self.reference()
+        from mtpc.backends.aiter import aiter_bindings
+        from mtpc.backends.triton_kernels import triton_bindings
+
+        # As the measured step: aiter's kernels read the same weights in an order of their own.
+        theirs = aiter_bindings().bindings if torch.version.hip else ()
+        bindings = (*theirs, *triton_bindings())
+        return CudaBackend(DirectGraphs(), EagerBackend().lower, bindings)
+
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written a second by a plain copy."""
+        clock, source = self.clock(), torch.ones(self.copy_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+
+        def copy() -> None:
+            target.copy_(source)
+
+        for _ in range(_PASSES):
+            clock.run(copy)
+        return 2 * source.nbytes / min(clock.read())
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
-        target.copy_(source)
+def gpu_machine() -> Machine:
+    """This machine's GPU.
 
-    return run
+    Raises:
+        BackendError: there is none that torch can use, or no Triton.
+    """
+    open_cuda()  # Says what is missing.
+    graphs = partial(TorchGraphs, torch.device("cuda", torch.cuda.current_device()))
+    made = (graphs, _EventClock, DeviceProfiler)
+    return Machine(torch.cuda.get_device_name(), "cuda", False, *made, COPY_BYTES)

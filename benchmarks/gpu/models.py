@@ -65,9 +65,7 @@ MEASURED = ("glm4-0.5b", "glm4-8b", "mla-moe-16b")
 """Those that benchmarks.gpu measures, unless it is told which."""
 
 
-def build(
-    name: str, device: str, layers: int | None = None, accepting: bool = True
-) -> tuple[LoadedModel, Any]:
+def build(name: str, device: str, layers: int | None = None, accepting: bool = True) -> LoadedModel:
     """A model of a shape on a device, in bfloat16.
 
     Args:
@@ -75,9 +73,6 @@ def build(
         device: where its weights are made.
         layers: instead of the shape's own number of decoder layers.
         accepting: weights of which every greedy draft is accepted, instead of random ones.
-
-    Returns:
-        What mtpc compiles, and transformers' model, which has the same tensors.
     """
     family_name, shape = SHAPES[name]
     family = next(f for f in FAMILIES if f.name == family_name)
@@ -91,7 +86,7 @@ def build(
         layer = build_mtp_layer(family, target, 0).eval()
     layer.load_state_dict(cut_off.state_dict(), assign=True)
     stand_in(layer, family.canonical)
-    return LoadedModel(family, target, (layer,), (), name, None, owned=True), model
+    return LoadedModel(family, target, (layer,), (), name, None, owned=True)
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ from typing import Any
 
 FUSED, LATE = "mtpc, one graph", "mtpc, one graph, read late"
 APART, COMPILED = "mtpc, a graph a piece", "mtpc, compiled pieces"
-PLAIN, USE_MTP = "transformers", "transformers, use_mtp"
-ENGINES = (FUSED, LATE, APART, COMPILED, PLAIN, USE_MTP)
+ENGINES = (FUSED, LATE, APART, COMPILED)
+"""Of one compiled step; the last two of the same pieces of it."""
 _KEYS = ("part", "shape", "engine", "spec_tokens", "batch")
 
 

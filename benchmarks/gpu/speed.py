@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.engines import VARIANTS, Fused, TimedProgram, decode_on, with_mtp
+from benchmarks.gpu.engines import Fused, TimedProgram
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.models import SHAPES, build, weigh
+from benchmarks.gpu.models import build, weigh
 from benchmarks.gpu.profile import fill_floor, gap_rows, kernel_rows, launches_in
-from benchmarks.gpu.rows import APART, COMPILED, FUSED, LATE, PLAIN, USE_MTP, Row
-from benchmarks.harness.decoders import Decoded, Decoder, MtpcDecoder, Prompts, TransformersDecoder
+from benchmarks.gpu.rows import APART, COMPILED, ENGINES, FUSED, LATE, Row
+from benchmarks.harness.decoders import Decoded, MtpcDecoder, Prompts
 from mtpc import CompileOptions
 from mtpc.backends.base import Run
 from mtpc.models.load import LoadedModel
@@ -25,13 +25,17 @@ from mtpc.plan import make_plan
 PAGE = 16
 PROMPTS_AT_ONCE = 16
 """That share a prefill step, at most."""
-OURS = (FUSED, LATE, APART, COMPILED)
-"""Of one compiled step; the last two of the same pieces of it."""
-PROFILES = {
-    f"{FUSED}, {name}": {"disabled_passes": disabled, "enabled_passes": enabled}
-    for name, disabled, enabled in VARIANTS
-} | {f"{FUSED}, batch-invariant": {"batch_invariant": True}}
-"""And the options of each."""
+OPTIONAL_PASSES = ("canonicalise", "select-head-rows", "hoist-shared")
+"""Left out for the count of kernels before passes; absorb-latent stays, for the kernel it feeds."""
+NORM_PASSES = ("fuse-elementwise", "fuse-draft-entry")
+"""Inductor fuses most of the same."""
+PROFILES: dict[str, dict[str, Any]] = {
+    f"{FUSED}, default passes": {},
+    f"{FUSED}, without passes": {"disabled_passes": OPTIONAL_PASSES},
+    f"{FUSED}, norms fused by Inductor": {"disabled_passes": NORM_PASSES},
+    f"{FUSED}, batch-invariant": {"batch_invariant": True},
+}
+"""A row of a profile -> its options."""
 NOTES = {
     APART: "our pieces (the target's pass, each draft's), each a graph of its own, as servers do",
     COMPILED: "torch.compile of the same modules piecewise: our pieces, each compiled by Inductor "
@@ -48,7 +52,7 @@ class Plan:
         new_tokens: of each request, after a warm-up of as many.
         max_len: of the compiled steps.
         layers: decoder layers, instead of the shape's.
-        workdir: for the checkpoint that `use_mtp` reads.
+        workdir: for checkpoints of the gates.
     """
 
     prompt_tokens: int
@@ -74,29 +78,24 @@ class Bench:
         machine: where.
         shape: of models.SHAPES.
         plan: what is decoded.
-        loaded: the model as mtpc takes it.
-        model: the same tensors as transformers' model.
+        loaded: the model.
     """
 
     machine: Machine
     shape: str
     plan: Plan
     loaded: LoadedModel
-    model: Any
 
     @classmethod
     def open(cls, machine: Machine, shape: str, plan: Plan) -> Bench:
         """With weights made on the machine."""
-        loaded, model = build(shape, machine.device, plan.layers)
-        return cls(machine, shape, plan, loaded, model)
+        return cls(machine, shape, plan, build(shape, machine.device, plan.layers))
 
     def measure(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
         """Fill rows of one case."""
-        if any(row.engine in OURS for row in rows):
-            fused = Fused(self.machine, self.loaded, make_plan(self._options(case)))
-            yield from (self._measure(fused, row) for row in rows if row.engine in OURS)
-            del fused
-        yield from (self._time_transformers(row) for row in rows if row.engine not in OURS)
+        fused = Fused(self.machine, self.loaded, make_plan(self._options(case)))
+        yield from (self._measure(fused, row) for row in rows)
+        del fused
         _free(self.machine)
 
     def profile(self, case: Case, rows: Sequence[Row]) -> Iterator[Row]:
@@ -177,17 +176,6 @@ class Bench:
         row.of_bandwidth = row.step_bytes / (1e-3 * row.ms_device) / (1e9 * (row.copy_gb_s or 1))
         return row
 
-    def _time_transformers(self, row: Row) -> Row:
-        decoder: Decoder = TransformersDecoder(self.model, 0)
-        if row.engine == USE_MTP:
-            decoder = with_mtp(self.loaded, self.plan.workdir / self.shape, self.machine.device)
-        prompts = self._prompts(row.batch)
-        for _ in range(2):  # The first warms up.
-            found = decode_on(decoder, self.machine.device, prompts, self.plan.new_tokens)
-        row.ms_step, row.tokens_per_s = found.ms_per_step, found.tokens_per_s
-        row.acceptance = found.acceptance_rate
-        return row
-
 
 @dataclass(frozen=True)
 class Task:
@@ -196,63 +184,38 @@ class Task:
     Attributes:
         shape: of models.SHAPES.
         case: drafts and requests.
-        engines: those that can do the case are measured.
-        kind: of tasks that take about as long.
+        kind: "speed" or "profile"; tasks of one kind take about as long.
     """
 
     shape: str
     case: Case
-    engines: tuple[str, ...]
-    kind: str
+    kind: str = "speed"
 
     def rows(self, machine: Machine) -> list[Row]:
-        """What is to be filled. transformers drafts one token, for one request of GLM-4 MoE."""
-        drafts = self.case == Case(1, 1) and SHAPES[self.shape][0] == "glm4_moe"
-        engines = [e for e in self.engines if e != USE_MTP or drafts]
-        part = "profile" if self.kind == "profile" else "speed"
+        """What is to be filled."""
+        engines = PROFILES if self.kind == "profile" else ENGINES
         k, batch = self.case.spec_tokens, self.case.batch
-        return [Row(part, machine.name, self.shape, e, k, batch) for e in engines]
-
-    def __str__(self) -> str:
-        return f"{self.shape} K={self.case.spec_tokens} batch {self.case.batch}, {self.kind}"
+        return [Row(self.kind, machine.name, self.shape, e, k, batch) for e in engines]
 
 
 def tasks(shapes: Sequence[str], spec_tokens: Sequence[int], batches: Sequence[int]) -> list[Task]:
-    """The tasks, most informative first: for each shape K = 0 and 3 with one request, on mtpc and
-    then on transformers; then all others, small batches first."""
+    """The tasks, most informative first: for each shape K = 0 and 3 with one request; then all
+    others, small batches first."""
     most = telling_case(spec_tokens, batches)
-    telling = list(dict.fromkeys((Case(min(spec_tokens), most.batch), most)))
+    telling = (Case(min(spec_tokens), most.batch), most)
     rest = [Case(k, b) for b in sorted(batches) for k in spec_tokens]
-    found: dict[Task, None] = {}
-    for shape in shapes:
-        found |= dict.fromkeys(_ours(shape, case) for case in telling)
-        found |= dict.fromkeys(_peers(shape, [*telling, Case(1, most.batch)], spec_tokens))
-    for shape in shapes:
-        found |= dict.fromkeys(_ours(shape, case) for case in rest)
-        found |= dict.fromkeys(_peers(shape, rest, spec_tokens))
-    return list(found)
+    both = ((shape, case) for cases in (telling, rest) for shape in shapes for case in cases)
+    return [Task(*place) for place in dict.fromkeys(both)]
 
 
 def profiles(shapes: Sequence[str], case: Case) -> list[Task]:
     """One of each shape."""
-    return [Task(shape, case, tuple(PROFILES), "profile") for shape in shapes]
+    return [Task(shape, case, "profile") for shape in shapes]
 
 
 def telling_case(spec_tokens: Sequence[int], batches: Sequence[int]) -> Case:
     """The case of one request with K = 3, or the largest K."""
     return Case(3 if 3 in spec_tokens else max(spec_tokens), min(batches))
-
-
-def _ours(shape: str, case: Case) -> Task:
-    return Task(shape, case, OURS, "ours")
-
-
-def _peers(shape: str, of: Sequence[Case], spec_tokens: Sequence[int]) -> Iterator[Task]:
-    """transformers plainly; then with drafts, for which gigabytes go through a file."""
-    for engine, k in ((PLAIN, 0), (USE_MTP, 1)):
-        for case in of:
-            if case.spec_tokens == k and k in spec_tokens:
-                yield Task(shape, case, (engine,), engine)
 
 
 def _free(machine: Machine) -> None:

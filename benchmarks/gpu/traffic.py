@@ -26,8 +26,6 @@ _BY_SLOT = ("floats_ptr", "ints_ptr", "bias_ids_ptr", "bias_values_ptr", "allowe
 _EDGE_PASSES = 52
 """Times that the logits near the edges of top-k and top-p are read: two bisections."""
 _PRODUCTS = tuple(f"aten.{n}" for n in ("linear", "mm", "addmm", "bmm", "baddbmm", "matmul"))
-LIBRARY, GENERATED = "the library's products", "what Inductor generates"
-"""Names of kernels that are not ours."""
 _RESULTS = ("out_ptr", "total_ptr", "values_ptr", "places_ptr")
 
 
@@ -77,7 +75,6 @@ class Cost:
         least: bytes of what it is given and gives, each once.
         seconds: by the model.
         floor: seconds of `least` out of memory, or of the operations if they take longer.
-        names: of its kernels; of a library's or Inductor's, one for all.
     """
 
     operator: str
@@ -87,14 +84,13 @@ class Cost:
     least: float
     seconds: float
     floor: float
-    names: tuple[str, ...] = ()
 
     def __add__(self, other: Cost) -> Cost:
         """Both."""
         return Cost(
             self.operator, self.calls + other.calls, self.launches + other.launches,
             self.moved + other.moved, self.least + other.least, self.seconds + other.seconds,
-            self.floor + other.floor, tuple(sorted({*self.names, *other.names})),
+            self.floor + other.floor,
         )  # fmt: skip
 
     def extended(self, fewer: Cost, copies: int) -> Cost:
@@ -104,8 +100,8 @@ class Cost:
             less = getattr(fewer, name)
             return less + copies * (getattr(self, name) - less)
 
-        numbers = {f.name: line(f.name) for f in fields(Cost)[1:-1]}
-        return Cost(self.operator, names=self.names, **numbers)
+        numbers = {f.name: line(f.name) for f in fields(Cost)[1:]}
+        return Cost(self.operator, **numbers)
 
 
 def step_costs(graph: StepGraph, made: Lowered, work: Work, device: Device) -> list[Cost]:
@@ -138,8 +134,7 @@ def _of_others(made: Lowered, device: Device) -> Iterator[Cost]:
     """What Inductor generates, and operators of ATen that are no products."""
     seconds = made.generated * device.launch_s + made.generated_bytes / device.memory
     floor, nbytes = made.generated_bytes / device.memory, made.generated_bytes
-    names = (GENERATED,)
-    yield Cost("generated", made.generated, made.generated, nbytes, nbytes, seconds, floor, names)
+    yield Cost("generated", made.generated, made.generated, nbytes, nbytes, seconds, floor)
     for name, calls in made.called.items():
         short = _short(name)
         if short not in _PRODUCTS and not name.startswith("mtpc."):
@@ -153,7 +148,7 @@ def _of_product(node: fx.Node, device: Device) -> Cost:
     operations = 2 * values[-1].numel() * values[0].shape[-1]
     floor = max(nbytes / device.memory, operations / device.flops)
     seconds = device.launch_s + floor
-    return Cost(_short(str(node.target)), 1, 1, nbytes, nbytes, seconds, floor, (LIBRARY,))
+    return Cost(_short(str(node.target)), 1, 1, nbytes, nbytes, seconds, floor)
 
 
 def _of_launches(node: fx.Node, work: Work, device: Device) -> Cost:
@@ -177,8 +172,8 @@ def _of_launches(node: fx.Node, work: Work, device: Device) -> Cost:
                 key = _view(tensor)
                 least[key] = max(least.get(key, 0.0), nbytes)
     needed = sum(least.values())
-    floor, names = needed / device.memory, tuple(launch.name for launch in launches)
-    return Cost(op_name(node), 1, len(launches), moved, needed, seconds, floor, names)
+    floor = needed / device.memory
+    return Cost(op_name(node), 1, len(launches), moved, needed, seconds, floor)
 
 
 def moved_bytes(launch: Launch, work: Work) -> dict[str, float]:

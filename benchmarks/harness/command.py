@@ -15,13 +15,10 @@ import torch
 import transformers
 
 from benchmarks.harness.machine import BUFFER_BYTES
-from benchmarks.harness.models import SHAPES, Checkpoint, write_checkpoint
-from benchmarks.harness.sampling import Plan, Tell
+from benchmarks.harness.models import SHAPES
+from benchmarks.harness.rounds import Tell
 from benchmarks.peers.llama_decoder import BENCH
 from mtpc.config import KV_CACHE_DTYPES, SCHEMES
-
-HEADROOM = 32
-"""Tokens by which max_len exceeds what is decoded."""
 
 
 def positive(text: str) -> int:
@@ -49,26 +46,33 @@ def teller() -> Tell:
     return tell
 
 
-def begin(args: argparse.Namespace) -> Tell:
-    """Set torch's threads, silence transformers, and return a function that reports progress."""
+def quiet() -> None:
+    """Silence transformers."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if args.threads:
+
+
+def begin(args: argparse.Namespace) -> Tell:
+    """Set torch's threads, silence transformers, and return a function that reports progress."""
+    quiet()
+    if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
     return teller()
 
 
-_SEVERAL: dict[str, Any] = dict(type=positive, metavar="N")
+NUMBER: dict[str, Any] = dict(type=positive, metavar="N")
+"""How an option takes a positive number; `NUMBERS`: several."""
+NUMBERS: dict[str, Any] = NUMBER | dict(nargs="+")
 _SHARED: dict[str, dict[str, Any]] = {
     "--shape": dict(choices=SHAPES, default="0.5b", help="sizes of the model"),
     "--weights": dict(choices=("random", "accepting"), help="which accept no drafts, or all"),
     "--backend": dict(default="auto", help="mtpc's backend"),
-    "--batches": _SEVERAL | dict(help="requests at a time"),
-    "--batch-buckets": _SEVERAL,
+    "--batches": NUMBER | dict(help="requests at a time"),
+    "--batch-buckets": NUMBER,
     "--spec-tokens": dict(type=int, metavar="K", help="drafts a step"),
-    "--prompt-tokens": _SEVERAL,
-    "--new-tokens": _SEVERAL | dict(help="decoded for each request"),
-    "--max-len": _SEVERAL,
+    "--prompt-tokens": NUMBER,
+    "--new-tokens": NUMBER | dict(help="decoded for each request"),
+    "--max-len": NUMBER,
     "--acceptance": dict(nargs="+", type=float, metavar="P", help="synthetic"),
     "--peers": dict(
         action=argparse.BooleanOptionalAction, default=True, help="run transformers, too"
@@ -103,7 +107,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         metavar="N",
         help="the longest context that peers are measured at, for they compute it",
     ),
-    "--repeats": _SEVERAL | dict(help="undisturbed samples of each row"),
+    "--repeats": NUMBER | dict(help="undisturbed samples of each row"),
     "--threads": dict(type=positive, metavar="N", help="torch's threads; default: as torch has it"),
     "--max-foreign": dict(
         type=float, default=0.05, metavar="SHARE", help="CPU time that other processes may use"
@@ -116,17 +120,16 @@ _SHARED: dict[str, dict[str, Any]] = {
         type=Path, help="keep checkpoints, caches and logs here; default: a temporary directory"
     ),
     "--out": dict(type=Path, metavar="FILE", help="write everything as JSON"),
-    "--csv": dict(type=Path, metavar="FILE", help="write the rows as CSV"),
-    "--markdown": dict(type=Path, metavar="FILE", help="write the table as Markdown"),
-    "--child": dict(help=argparse.SUPPRESS),
 }
 """Options that several benchmarks have."""
 SAMPLING = ("--max-foreign", "--threads", "--seed")
-"""Those that say, beside `--repeats`, how undisturbed samples are."""
-RESULTS = ("--out", "--csv", "--markdown")
-"""Those that `write_results` reads."""
+"""Those that `rounds.sample` needs, beside `--repeats`, and those of what it samples."""
+RESULTS = ("--out",)
+"""What every benchmark takes."""
 FILES = ("--workdir", *RESULTS)
-"""Those that `working_directory` and `write_results` take."""
+"""Those of a benchmark that writes checkpoints."""
+DECODING = (*FILES, *SAMPLING, "--probe-mib")
+"""Those of `rounds.decode_case`, beside `--repeats`."""
 PEERS = ("--vllm-python", "--llama-bench", "--gguf-python")
 """Those that `peer_decoders` needs."""
 
@@ -137,61 +140,19 @@ def new_parser(name: str, doc: str | None, *flags: str, **defaults: Any) -> argp
     Args:
         name: of the module.
         doc: its docstring.
-        *flags: see `add_shared`.
-        **defaults: see `add_shared`.
+        *flags: options that several benchmarks have, with their usual defaults.
+        **defaults: such options with a default of this benchmark; one of a list takes several
+            values.
     """
     description = (doc or "").split("\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    add_shared(parser, *flags, **defaults)
-    return parser
-
-
-def add_shared(parser: argparse.ArgumentParser, *flags: str, **defaults: Any) -> None:
-    """Add options that several benchmarks have.
-
-    Args:
-        parser: of a benchmark.
-        *flags: options with their usual defaults.
-        **defaults: options with a default of this benchmark; one of a list takes several values.
-    """
     for flag in flags:
         parser.add_argument(flag, **_SHARED[flag])
     for name, default in defaults.items():
         form = _SHARED[flag := f"--{name.replace('_', '-')}"]
         several = {"nargs": "+"} if isinstance(default, list) else {}
         parser.add_argument(flag, **form | several | {"default": default})
-
-
-def max_len(args: argparse.Namespace) -> int:
-    """`max_len` for samples of `--prompt-tokens` and `--new-tokens`."""
-    return int(args.prompt_tokens + args.new_tokens + HEADROOM)
-
-
-def decode_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of `mtpc.compile` for decode steps of `--batches`, and a prefill step of a prompt."""
-    return dict(
-        batch_buckets=tuple(args.batches),
-        max_len=max_len(args),
-        prefill_chunk=args.prompt_tokens,
-        busy_prefill_chunk=args.prompt_tokens,  # So that who was first still decodes with the last.
-        backend=args.backend,
-    )
-
-
-def plan_of(args: argparse.Namespace, **more: Any) -> Plan:
-    """How to sample, by the options of those names, or as `more` says."""
-    names = ("prompt_tokens", "new_tokens", "repeats", "max_foreign", "seed")
-    return Plan(**{name: getattr(args, name) for name in names if name not in more}, **more)
-
-
-def write_mimo(
-    args: argparse.Namespace, workdir: Path, tell: Tell, accepting: bool = False
-) -> Checkpoint:
-    """A checkpoint of `--shape`, with random weights or those that accept all drafts."""
-    directory = workdir / ("accepting" if accepting else "random")
-    tell(f"write {directory}")
-    seed = getattr(args, "seed", 0)
-    return write_checkpoint(directory, "mimo", SHAPES[args.shape], accepting, seed)
+    return parser
 
 
 def check_peer_context(parser: argparse.ArgumentParser, args: Any, contexts: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -20,6 +19,8 @@ import mtpc
 from mtpc.engine.stats import DecodeCounts
 
 Prompts = Sequence[list[int]]
+Turn = tuple[float, list[int], int]
+"""Seconds to the first token, the tokens, and the number of reused prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,22 @@ class Decoder:
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Continue prompts greedily, by exactly `new_tokens` each."""
+        raise NotImplementedError
+
+    def prefill(self, prompts: Prompts) -> Decoded:
+        """First new tokens, one prompt after another; a step is a prompt, tokens are of prompts."""
+        start = time.perf_counter()
+        for prompt in prompts:
+            self.first_token(prompt)
+        seconds = time.perf_counter() - start
+        return Decoded(len(prompts), sum(map(len, prompts)), seconds, None)
+
+    def first_token(self, prompt: list[int]) -> object:
+        """A prompt's first new token; for `prefill`."""
+        raise NotImplementedError
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        """Answer a prompt greedily, by exactly `new_tokens`, with what is known of it."""
         raise NotImplementedError
 
     def renew(self) -> bool:
@@ -133,6 +150,16 @@ class MtpcDecoder(Decoder):
             acceptance_rate=accepted / drafted if drafted else None,
         )
 
+    def first_token(self, prompt: list[int]) -> None:
+        self.model.engine.add(prompt, 1)
+        while self.model.engine.has_work:
+            self.model.engine.step()
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        before = self.model.stats.reused_tokens
+        answer = self.model.generate(prompt, new_tokens, ignore_eos=True)
+        return answer.first_token_s, list(answer), self.model.stats.reused_tokens - before
+
 
 class TransformersDecoder(Decoder):
     """transformers' `generate`, with `use_mtp=True` where it drafts (one token: one MTP layer).
@@ -151,36 +178,30 @@ class TransformersDecoder(Decoder):
         self.largest_batch = 1 if spec_tokens else None  # transformers drafts for one request.
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        clock, ids = _StepClock(), torch.tensor(prompts)
-        self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            stopping_criteria=StoppingCriteriaList([clock]),
-            **({"use_mtp": True} if self.spec_tokens else {}),
-        )
+        clock = _StepClock()
+        more = {"use_mtp": True} if self.spec_tokens else {}
+        self._generate(prompts, new_tokens, stopping_criteria=StoppingCriteriaList([clock]), **more)
         # The first interval holds the draft's prefill, the last one drafts beyond the limit.
-        intervals = list(pairwise(clock.ticks))[1:-1]
-        steps = len(intervals)
-        length = sum(after.length - before.length for before, after in intervals)
-        rate = (length / steps - 1) / self.spec_tokens if self.spec_tokens else None
-        seconds = sum(after.seconds - before.seconds for before, after in intervals)
-        return Decoded(steps, length * len(prompts), seconds, rate)
+        (begin, before), *ticks = clock.ticks[1:-1]
+        steps, (end, after) = len(ticks), ticks[-1]
+        rate = ((after - before) / steps - 1) / self.spec_tokens if self.spec_tokens else None
+        return Decoded(steps, (after - before) * len(prompts), end - begin, rate)
 
+    def first_token(self, prompt: list[int]) -> None:
+        self._generate([prompt], 1)
 
-@dataclass(frozen=True)
-class _Tick:
-    seconds: float
-    length: int
+    def _generate(self, prompts: Prompts, count: int, **more: Any) -> None:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        self.model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, **more)
 
 
 @dataclass
 class _StepClock(StoppingCriteria):
     """Never stops anything; notes the time and the sequence length after every iteration."""
 
-    ticks: list[_Tick] = field(default_factory=list)
+    ticks: list[tuple[float, int]] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.ticks.append(_Tick(time.perf_counter(), input_ids.shape[1]))
+        self.ticks.append((time.perf_counter(), input_ids.shape[1]))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)

@@ -99,41 +99,29 @@ def memory_shortage() -> str | None:
 class CpuWatch:
     """Measures, from its creation on, how much of the machine's CPU time others used.
 
-    Others are processes beside this one, and other guests on the same host ("steal"). Where
-    there is no /proc/stat nothing is known, and nobody is accused.
+    Others are processes beside this one and its children that have ended, and other guests on the
+    same host ("steal"). Where there is no /proc/stat nothing is known, and nobody is accused.
     """
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._busy, self._own = _busy_seconds(), time.process_time()
+        self._busy, self._own = _busy_seconds(), _own_seconds()
 
     def foreign_share(self, child_cpu_s: float = 0.0) -> float:
         """Share of all CPUs' time that others used, 0 to 1; in ticks of 10 ms as a rule.
 
         Args:
-            child_cpu_s: CPU seconds of other processes that count as this one's.
+            child_cpu_s: CPU seconds of children that live, which count as this process's own.
         """
         elapsed = (time.perf_counter() - self._start) * (os.cpu_count() or 1)
-        own = time.process_time() - self._own + child_cpu_s
+        own = _own_seconds() - self._own + child_cpu_s
         foreign = _busy_seconds() - self._busy - own
         return min(max(foreign / elapsed, 0.0), 1.0)
 
 
-class FamilyWatch(CpuWatch):
-    """Counts child processes of this one as its own."""
-
-    def __init__(self) -> None:
-        self._children = child_seconds()
-        super().__init__()
-
-    def foreign_share(self, child_cpu_s: float = 0.0) -> float:
-        """The share of all CPUs' time that other processes used, 0 to 1."""
-        return super().foreign_share(child_cpu_s + child_seconds() - self._children)
-
-
-def child_seconds() -> float:
-    """The CPU seconds of all ended child processes."""
-    return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+def _own_seconds() -> float:
+    """The CPU seconds of this process, and of its children that have ended."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _busy_seconds() -> float:

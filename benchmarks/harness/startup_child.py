@@ -146,7 +146,12 @@ def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
     import transformers
 
     reach("import")
-    model = _load_model(job)
+    model_class = getattr(transformers, job["hf_class"])
+    # transformers would list the MTP layer's tensors.
+    model_class._keys_to_ignore_on_load_unexpected = [job["mtp_pattern"]]
+    model = model_class.from_pretrained(
+        job["directory"], dtype=torch.bfloat16, local_files_only=True
+    ).eval()
     reach("load")
     ids = torch.tensor([job["prompt"]])
 
@@ -164,41 +169,6 @@ def start_transformers(job: dict[str, Any], reach: Reach) -> Report:
     reach("token")
     version = transformers.__version__
     return {"continuation": generate(job["new_tokens"]), "transformers": version}
-
-
-def start_torch_compile(job: dict[str, Any], reach: Reach) -> Report:
-    """transformers' forward under `torch.compile`: prefill at this one length, and its argmax.
-
-    No KV cache, no decode step, no further bucket: that is LESS than what mtpc's start makes
-    ready. Compiling, or loading what an earlier process compiled, falls in the stage `token`.
-    """
-    import torch
-    from torch._dynamo.utils import counters
-
-    reach("import")
-    model = _load_model(job)
-    reach("load")
-    forward = torch.compile(model, dynamic=False)
-    with torch.no_grad():
-        logits = forward(torch.tensor([job["prompt"]]), use_cache=False, logits_to_keep=1).logits
-    token = int(logits[0, -1].argmax())
-    reach("token")
-    kinds = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
-    counted = {kind: counters["inductor"][kind] for kind in kinds}
-    counted["graph_breaks"] = sum(counters["graph_break"].values())
-    return {"continuation": [token], **counted}
-
-
-def _load_model(job: dict[str, Any]) -> Any:
-    """The target in bfloat16, without the MTP layer's tensors, which transformers would list."""
-    import torch
-    import transformers
-
-    model_class = getattr(transformers, job["hf_class"])
-    model_class._keys_to_ignore_on_load_unexpected = [job["mtp_pattern"]]
-    return model_class.from_pretrained(
-        job["directory"], dtype=torch.bfloat16, local_files_only=True
-    ).eval()
 
 
 COMPILED_AGAIN = "Compiling model again due to a load failure"
@@ -239,7 +209,6 @@ STARTS: dict[str, Callable[[dict[str, Any], Reach], Report]] = {
     "memory": start_memory,
     "mtpc": start_mtpc,
     "transformers": start_transformers,
-    "torch.compile": start_torch_compile,
     "vllm": start_vllm,
 }
 
@@ -268,8 +237,6 @@ ENGINES = (
     Engine("mtpc warm", "mtpc", "warm"),
     Engine("mtpc warm, text", "mtpc", "warm", is_text=True),
     Engine("transformers eager", "transformers"),
-    Engine("torch.compile cold", "torch.compile", "cold"),
-    Engine("torch.compile warm", "torch.compile", "warm"),
     Engine("vLLM cold", "vllm", "cold"),
     Engine("vLLM warm", "vllm", "warm"),
     Engine("vLLM eager", "vllm"),
@@ -290,7 +257,7 @@ def environment(
     """
     kind, state = engine.kind, engine.state
     # vLLM keeps what it found out about model classes, too, which spares eager starts a process.
-    kept = cache if kind == "vllm" or (kind == "torch.compile" and state) else scratch
+    kept = cache if kind == "vllm" else scratch
     extra = {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -304,16 +271,14 @@ def environment(
 
 
 LONGEST_S = 3600
-"""Seconds of a start that nobody limits."""
+"""Seconds of a start, at most."""
 
 
 class StartError(Exception):
     """A start that came to nothing; says why."""
 
 
-def launch(
-    python: Path, job: dict[str, Any], variables: Mapping[str, str], log: Path, timeout: int
-) -> Report:
+def launch(python: Path, job: dict[str, Any], variables: Mapping[str, str], log: Path) -> Report:
     """What the parent calls: a process that runs this file, from its start to its end.
 
     Returns its report, with the `moments` at which it reached each stage.
@@ -323,10 +288,9 @@ def launch(
         job: see `main`.
         variables: the environment.
         log: gets all that it prints.
-        timeout: seconds.
 
     Raises:
-        StartError: it failed, or took more than `timeout` seconds.
+        StartError: it failed, or took more than `LONGEST_S` seconds.
     """
     report = log.with_suffix(".json")
     job = {**job, "report": str(report)}
@@ -339,9 +303,9 @@ def launch(
         except OSError as error:
             raise StartError(str(error)) from None
         try:
-            code = process.wait(timeout)
+            code = process.wait(LONGEST_S)
         except subprocess.TimeoutExpired:
-            raise StartError(f"no end within {timeout} s") from None
+            raise StartError(f"no end within {LONGEST_S} s") from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -365,7 +329,7 @@ def start_here(directory: Path, cache: Path, log: Path, **job: Any) -> Report:
     usual = {"kind": "mtpc", "prompt": PROMPT, "new_tokens": 1, "steps": 0}
     job = {**usual, "directory": str(directory), "options": options, **job}
     begin = monotonic()
-    report = launch(Path(sys.executable), job, os.environ, log, LONGEST_S)
+    report = launch(Path(sys.executable), job, os.environ, log)
     return report | {"first_token_s": report["moments"]["token"] - begin}
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.harness.decoders import Decoder
-from benchmarks.harness.sampling import Tell
-from benchmarks.peers.llama_decoder import LlamaDecoder, llama_decoders
-from benchmarks.peers.vllm_decoder import VllmDecoder, vllm_decoders
+from benchmarks.harness.rounds import Tell
+from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaFiles
+from benchmarks.peers.vllm_decoder import VllmDecoder
 
 
 def peer_decoders(
@@ -20,8 +22,6 @@ def peer_decoders(
     sizes: tuple[int, int],
     tell: Tell,
     kinds: Sequence[str] = ("BF16",),
-    llama: type[LlamaDecoder] = LlamaDecoder,
-    vllm: type[VllmDecoder] = VllmDecoder,
     **more: Any,
 ) -> Iterator[Decoder]:
     """llama.cpp with each type of file, and vLLM with each K, if their options are given.
@@ -35,14 +35,15 @@ def peer_decoders(
         sizes: the most tokens of a request, and the most concurrent requests.
         tell: hears what is started.
         kinds: of llama.cpp's files.
-        llama: what decodes with llama.cpp.
-        vllm: what decodes with vLLM.
         **more: options of `vllm.LLM`.
     """
     if args.llama_bench:
         tell("write GGUF files")
-        yield from llama_decoders(args.llama_bench, args.gguf_python, checkpoint, kinds, llama)
+        files = LlamaFiles(args.llama_bench, args.gguf_python, checkpoint, checkpoint / "gguf")
+        for kind in kinds:
+            threads = torch.get_num_threads()
+            yield LlamaDecoder(args.llama_bench, files.write(kind), kind, threads)
     for k in numbers if args.vllm_python else ():
         tell(f"start vLLM K={k}")
-        place = (args.vllm_python, checkpoint, (k,), *sizes, checkpoint.parent)
-        yield from vllm_decoders(*place, decoder=vllm, **more)
+        kept = checkpoint.parent / "vLLM"
+        yield VllmDecoder(args.vllm_python, checkpoint, k, *sizes, kept, **more)

@@ -6,16 +6,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from benchmarks import ROOT
 from benchmarks.harness.decoders import Decoded, Decoder, Prompts
-from benchmarks.harness.machine import child_seconds
 
 KINDS = ("Q4_0", "Q4_K_M", "Q8_0", "BF16")
 """Types of files to run, by llama-quantize's names."""
@@ -101,39 +97,22 @@ class LlamaDecoder(Decoder):
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Decode `new_tokens` for each of as many requests as prompts."""
-        found, cpu_s = self.run(len(prompts), len(prompts[0]), new_tokens)
-        return Decoded(new_tokens, len(prompts) * new_tokens, found.decode_s, None, cpu_s)
+        found = self.run(len(prompts), len(prompts[0]), new_tokens)
+        return Decoded(new_tokens, len(prompts) * new_tokens, found.decode_s, None)
 
-    def run(self, batch: int, length: int, new_tokens: int) -> tuple[LlamaTimes, float]:
-        """The times of `batch` requests of one length, and the CPU seconds of the processes."""
+    def prefill(self, prompts: Prompts) -> Decoded:
+        """Of as many requests; the program decodes a token, too, whose time does not count."""
+        found = self.run(len(prompts), len(prompts[0]), 1)
+        return Decoded(len(prompts), sum(map(len, prompts)), found.prompt_s, None)
+
+    def run(self, batch: int, length: int, new_tokens: int) -> LlamaTimes:
+        """The times of `batch` requests of one length."""
         threads, context = str(self._threads), batch * (length + new_tokens)
-        before = child_seconds()
         sizes = ("-c", context, "-npp", length, "-ntg", new_tokens, "-npl", batch)
         how = ("-t", threads, "-tb", threads, "--output-format", "jsonl")
         command = [self._program, "-m", self._file, *sizes, *how]
         told = (output for _ in range(ATTEMPTS) if "{" in (output := _run(command)))
-        return read_result(next(told, "")), child_seconds() - before
-
-
-def llama_decoders(
-    programs: Path,
-    python: Path,
-    checkpoint: Path,
-    kinds: Sequence[str] = KINDS,
-    decoder: type[LlamaDecoder] = LlamaDecoder,
-) -> Iterator[LlamaDecoder]:
-    """A decoder for each type of file. The files are written to `checkpoint`/gguf.
-
-    Args:
-        programs: directory of llama.cpp's programs.
-        python: interpreter that has the package gguf.
-        checkpoint: directory of the checkpoint.
-        kinds: types of files.
-        decoder: what decodes.
-    """
-    files = LlamaFiles(programs, python, checkpoint, checkpoint / "gguf")
-    for kind in kinds:
-        yield decoder(programs, files.write(kind), kind, torch.get_num_threads())
+        return read_result(next(told, ""))
 
 
 def read_result(output: str) -> LlamaTimes:

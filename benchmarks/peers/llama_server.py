@@ -8,24 +8,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.harness.decoders import Decoded, Prompts
-from benchmarks.harness.machine import child_seconds
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts, Turn
 from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaError, LlamaFiles, tail
 
 SERVER = "llama-server"
 _START_S, _POLL_S = 120.0, 0.1
 
 
-class LlamaServer:
+class LlamaServer(Decoder):
     """A server's process.
 
     Args:
@@ -40,6 +37,8 @@ class LlamaServer:
     Raises:
         LlamaError: it did not start.
     """
+
+    engine, spec_tokens = "llama.cpp", 0
 
     def __init__(
         self,
@@ -72,13 +71,11 @@ class LlamaServer:
         self._process.terminate()
         self._process.wait()
 
-    def answer(self, prompt: list[int], new_tokens: int) -> tuple[float, list[int], int]:
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
         """Continue a prompt greedily, by exactly `new_tokens`.
 
-        Returns:
-            The seconds to the first token, the tokens, and the number of reused prompt tokens. The
-            server itself measures the seconds, because its stream omits tokens that end in half a
-            character.
+        The server itself measures the seconds, because its stream omits tokens that end in half a
+        character.
 
         Raises:
             LlamaError: the server refuses the request or gives fewer tokens.
@@ -169,8 +166,7 @@ class ServerDecoder(LlamaDecoder):
 
     def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
         """Decode `new_tokens` for each prompt; all requests are sent at once."""
-        before, batch = child_seconds(), len(prompts)
-        length = max(map(len, prompts))
+        batch, length = len(prompts), max(map(len, prompts))
         context = batch * (length + new_tokens + self.spec_tokens + 1)
         log = self._file.with_suffix(".log")
         place = (self._programs, self._file, context, self._threads, log)
@@ -182,7 +178,7 @@ class ServerDecoder(LlamaDecoder):
         finally:
             server.close()
         timings = [one.get("timings", {}) for one in found]
-        return read_timings(timings, child_seconds() - before)
+        return read_timings(timings)
 
     def _options(self) -> list[str]:
         """Options that disable the prompt cache and the warm-up, and options of the drafts."""
@@ -191,25 +187,7 @@ class ServerDecoder(LlamaDecoder):
         return [*plain, "--spec-type", "draft-mtp", *limits] if self.spec_tokens else plain
 
 
-def server_decoders(
-    programs: Path, checkpoint: Path, numbers: Sequence[int], kinds: Sequence[str] = SERVED_KINDS
-) -> Iterator[ServerDecoder]:
-    """A decoder for each type of file and number of drafts.
-
-    Args:
-        programs: directory of llama.cpp's programs, in its build.
-        checkpoint: directory of the checkpoint; the files are written to its directory gguf.
-        numbers: numbers of drafts.
-        kinds: types of files.
-    """
-    files = ConvertedFiles(programs, Path(sys.executable), checkpoint, checkpoint / "gguf")
-    for kind in kinds:
-        file = files.write(kind)
-        for k in numbers:
-            yield ServerDecoder(programs, file, kind, k, torch.get_num_threads())
-
-
-def read_timings(found: Sequence[Mapping[str, Any]], cpu_s: float) -> Decoded:
+def read_timings(found: Sequence[Mapping[str, Any]]) -> Decoded:
     """Decode steps of concurrent requests, from the `timings` of each.
 
     Prefill gives the first token of a request. A step gives one token and the accepted drafts.
@@ -229,5 +207,4 @@ def read_timings(found: Sequence[Mapping[str, Any]], cpu_s: float) -> Decoded:
         tokens=sum(tokens),
         seconds=seconds,
         acceptance_rate=sum(accepted) / drafted if drafted else None,
-        child_cpu_s=cpu_s,
     )

@@ -6,15 +6,14 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.decoders import Decoded, Decoder, Prompts
+from benchmarks.harness.decoders import Decoded, Decoder, Prompts, Turn
 from benchmarks.peers import vllm_host
 
 VLLM = "vLLM"
@@ -25,31 +24,54 @@ class VllmError(Exception):
     """vLLM ended early; the message names its log."""
 
 
-class VllmProcess:
-    """The process of a vLLM engine with one number of drafts. It waits for jobs.
+class VllmDecoder(Decoder):
+    """The process of a vLLM engine with one number of drafts, which waits for jobs.
+
+    It has as many threads as torch has here.
 
     Args:
         python: the interpreter of its environment.
-        options: see `vllm_host.arguments`.
+        checkpoint: directory of the checkpoint.
+        spec_tokens: number of drafts.
+        max_len: the most tokens of a request.
+        max_seqs: the most concurrent requests.
         kept: a directory for its caches and its log.
-        threads: number of vLLM's threads.
+        engine: its name in tables.
+        relaunches: whether each round starts a new process.
+        **more: options of `vllm.LLM`.
 
     Raises:
         VllmError: the process did not start.
     """
 
-    def __init__(self, python: Path, options: Mapping[str, Any], kept: Path, threads: int) -> None:
-        drafts = options["speculative_config"]
-        self.spec_tokens = drafts["num_speculative_tokens"] if drafts else 0
-        kept.mkdir(parents=True, exist_ok=True)
-        self._log = kept / f"K={self.spec_tokens}.log"
+    def __init__(
+        self,
+        python: Path,
+        checkpoint: Path,
+        spec_tokens: int,
+        max_len: int,
+        max_seqs: int,
+        kept: Path,
+        engine: str = VLLM,
+        relaunches: bool = False,
+        **more: Any,
+    ) -> None:
+        self.engine, self.spec_tokens, self._relaunches = engine, spec_tokens, relaunches
         # Not resolved: the interpreter finds its environment by the path of its symbolic link.
-        python, start = python.absolute(), time.perf_counter()
+        self._python, self._kept = python.absolute(), kept.absolute()
+        self._kept.mkdir(parents=True, exist_ok=True)
+        self._log = self._kept / f"K={spec_tokens}.log"
+        path = str(checkpoint.absolute())
+        self._options = vllm_host.arguments(path, spec_tokens, max_len, max_seqs) | more
+        self._start()
+
+    def _start(self) -> None:
+        start, threads = time.perf_counter(), torch.get_num_threads()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [str(python), "-m", "benchmarks.peers.vllm_host", json.dumps(dict(options))],
+                [str(self._python), "-m", "benchmarks.peers.vllm_host", json.dumps(self._options)],
                 cwd=ROOT,
-                env=os.environ | vllm_host.environment(kept, threads, python),
+                env=os.environ | vllm_host.environment(self._kept, threads, self._python),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -58,34 +80,45 @@ class VllmProcess:
         self._read()
         self.build_s = time.perf_counter() - start
 
-    @classmethod
-    def of(
-        cls,
-        python: Path,
-        checkpoint: Path,
-        spec_tokens: int,
-        max_len: int,
-        max_seqs: int,
-        kept: Path,
-        **more: Any,
-    ) -> Self:
-        """On a checkpoint, with as many threads as torch has; `more` is for `vllm.LLM`."""
-        path = str(checkpoint.absolute())
-        options = vllm_host.arguments(path, spec_tokens, max_len, max_seqs) | more
-        return cls(python, options, kept.absolute(), torch.get_num_threads())
-
-    def ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, **job: Any) -> dict[str, Any]:
         """Send a job and return its result; `vllm_host` describes jobs."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return self._read()
 
+    def renew(self) -> bool:
+        """End the process and start another if `relaunches`; return whether it did."""
+        if self._relaunches:
+            self.close()
+            self._start()
+            self.launches += 1
+        return self._relaunches
+
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
+        """Continue prompts greedily, by exactly `new_tokens` each."""
+        done = self.ask(prompts=list(prompts), new_tokens=new_tokens)
+        per_step = done["tokens"] / done["steps"] / len(prompts)
+        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
+        return _decoded(done, rate)
+
+    def prefill(self, prompts: Prompts) -> Decoded:
+        """Of prompts, one after another; the process measures the time."""
+        tokens = sum(len(prompt) for prompt in prompts)
+        return _decoded(
+            {**self.ask(prefill=list(prompts)), "steps": len(prompts), "tokens": tokens}
+        )
+
+    def turn(self, prompt: list[int], new_tokens: int) -> Turn:
+        """Answer a prompt; the process measures the time."""
+        done = self.ask(turn=prompt, new_tokens=new_tokens)
+        return done["seconds"], done["answer"], done["reused"]
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -97,71 +130,5 @@ class VllmProcess:
         return json.loads(line)
 
 
-class VllmDecoder(Decoder):
-    """vLLM as a decoder of the decode benchmark.
-
-    Args:
-        launch: starts a process.
-        relaunches: whether each round starts a new process.
-        engine: its name in tables.
-    """
-
-    def __init__(
-        self, launch: Callable[[], VllmProcess], relaunches: bool, engine: str = VLLM
-    ) -> None:
-        self.engine = engine
-        self._launch, self._relaunches = launch, relaunches
-        self.process, self.launches = launch(), 1
-        self.spec_tokens, self.build_s = self.process.spec_tokens, self.process.build_s
-
-    def renew(self) -> bool:
-        """End the process and start another if `relaunches`; return whether it did."""
-        if self._relaunches:
-            self.close()
-            self.process = self._launch()
-            self.launches += 1
-        return self._relaunches
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.close()
-
-    def decode(self, prompts: Prompts, new_tokens: int) -> Decoded:
-        """Continue prompts greedily, by exactly `new_tokens` each."""
-        done = self.process.ask({"prompts": list(prompts), "new_tokens": new_tokens})
-        per_step = done["tokens"] / done["steps"] / len(prompts)
-        rate = (per_step - 1) / self.spec_tokens if self.spec_tokens else None
-        return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])
-
-
-def vllm_decoders(
-    python: Path,
-    checkpoint: Path,
-    numbers: Sequence[int],
-    max_len: int,
-    max_seqs: int,
-    workdir: Path,
-    relaunches: bool = False,
-    engine: str = VLLM,
-    decoder: type[VllmDecoder] = VllmDecoder,
-    **more: Any,
-) -> Iterator[VllmDecoder]:
-    """An engine for each number of drafts; it starts when the iteration reaches it.
-
-    Args:
-        python: the interpreter of vLLM's environment.
-        checkpoint: directory of the checkpoint.
-        numbers: numbers of drafts.
-        max_len: the most tokens of a request.
-        max_seqs: the most concurrent requests.
-        workdir: caches and logs go to a directory of the engine's name, without spaces: Inductor's
-            compiler takes none.
-        relaunches: whether each round starts a new process.
-        engine: its name in tables.
-        decoder: what decodes.
-        **more: options of `vllm.LLM`.
-    """
-    kept = workdir / engine.replace(" ", "-")
-    for k in numbers:
-        launch = partial(VllmProcess.of, python, checkpoint, k, max_len, max_seqs, kept, **more)
-        yield decoder(launch, relaunches, engine)
+def _decoded(done: Mapping[str, Any], rate: float | None = None) -> Decoded:
+    return Decoded(done["steps"], done["tokens"], done["seconds"], rate, done["cpu_s"])

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import acceptance, decode, plot
+from benchmarks import acceptance, plot
 from benchmarks.harness.decoders import Decoded, Decoder
+from benchmarks.harness.tables import Row
 from benchmarks.peers import decoders
 
-COUNTS: dict[str, Any] = dict(samples=2, discarded=0, disturbed=False, taken=())
 
-
-def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> acceptance.Row:
-    return acceptance.Row("mtpc", spec_tokens, 2, probability, tokens, ms, None, **COUNTS)
+def row(spec_tokens: int, probability: float | None, tokens: float, ms: float) -> Row:
+    figures = dict(synthetic_acceptance=probability, tokens_per_step=tokens, ms_per_step=ms)
+    counts = dict(samples=2, discarded=0, disturbed=False)
+    return {"engine": "mtpc", "spec_tokens": spec_tokens, "batch": 2, **figures, **counts}
 
 
 def test_figures() -> None:
     """K=1 costs half a step more, so it pays once half of its drafts are accepted."""
-    rows = [row(0, None, 1, 10), row(1, 0.0, 1, 15), row(1, 1.0, 2, 15), row(2, 0.0, 1, 40)]
-    assert rows[0].tokens_per_s == pytest.approx(200)
-    assert acceptance.over_plain(rows, rows[2]) == pytest.approx(2 / 1.5)
+    record = {
+        "rows": [row(0, None, 1, 10), row(1, 0.0, 1, 15), row(1, 1.0, 2, 15), row(2, 0.0, 1, 40)]
+    }
+    rows = acceptance.rows_of(record)
+    assert rows[0]["tokens_per_s"] == pytest.approx(200)
+    assert acceptance.over_plain(rows[2], rows) == pytest.approx(2 / 1.5)
     assert acceptance.pays_from(rows, rows[1]) == pytest.approx(0.5)
     assert acceptance.pays_from(rows, rows[3]) is None
-    assert acceptance.pays_from([rows[0], row(1, 0.0, 1, 10)], rows[1]) == 0
-    body = acceptance.table({"rows": [*map(asdict, rows)]}).cells
-    assert [line[8] for line in body] == ["-", "50%", "50%", "never"]
-    assert [line[3] for line in body] == ["-", "0%", "100%", "0%"]
-    assert "SYNTHETIC" in acceptance.NOTES[0]
+    free = acceptance.rows_of({"rows": [row(0, None, 1, 10), row(1, 0.0, 1, 10)]})
+    assert acceptance.pays_from(free, free[1]) == 0
+    table = acceptance.table(record)
+    assert [line[8] for line in table.cells] == ["-", "50%", "50%", "never"]
+    assert [line[3] for line in table.cells] == ["-", "0%", "100%", "0%"]
+    assert "SYNTHETIC" in table.notes[0]
 
 
 class Peer(Decoder):
@@ -58,10 +62,10 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     One process of a peer lives at a time.
     """
 
-    def peers(python: Path, directory: Path, numbers: Any, *sizes: Any, **more: Any) -> Any:
-        return map(Peer, numbers)
+    def peer(python: Path, directory: Path, k: int, *sizes: Any, **more: Any) -> Peer:
+        return Peer(k)
 
-    monkeypatch.setattr(decoders, "vllm_decoders", peers)
+    monkeypatch.setattr(decoders, "VllmDecoder", peer)
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "2", "--spec-tokens", "1"]
     few = ["--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]
@@ -76,18 +80,3 @@ def test_the_whole_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert [r["ms_per_step"] for r in rows[3:]] == [100, 100]
     assert plot.main([str(out), str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_decode_marks_its_rows(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    arguments = ["--shape", "tiny", "--backend", "eager", "--batches", "1", "--spec-tokens", "0"]
-    few = ["1", "--repeats", "1", "--max-foreign", "1", "--new-tokens", "17", "--probe-mib", "1"]
-    only = ["--workloads", "mimo-random", "--no-peers", "--no-int8", "--out", str(out)]
-    length = ["--synthetic-acceptance-length", "2"]
-    assert decode.main([*arguments, *few, *only, *length]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert {r["weights"] for r in rows} == {"random, synthetic 2.0"}
-    assert [r["acceptance_rate"] for r in rows] == [None, 1.0]
-    with pytest.raises(SystemExit):
-        decode.main([*arguments, *few, *length, "--vllm-python", "python"])

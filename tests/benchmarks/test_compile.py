@@ -14,7 +14,7 @@ from benchmarks import compile as benchmark
 from benchmarks.compile import LARGE
 from benchmarks.harness.large import write_hollow
 from benchmarks.harness.models import MOE_SHAPES, SHAPES, Shape, write_checkpoint
-from benchmarks.harness.results import to_markdown
+from benchmarks.harness.tables import to_markdown
 from mtpc.weights.checkpoint import Checkpoint
 
 GIB = 2**30
@@ -56,8 +56,8 @@ def test_building_holds_no_weight(family: str, shape: Shape, least: int, tmp_pat
     assert Checkpoint(tmp_path / "model").nbytes > least
     give_kernels(tmp_path / "kernels")
     options = {"spec_tokens": 1, "batch_buckets": [1], "max_len": 512}
-    case = benchmark.Case("build", family, tmp_path / "model", 0, options)
-    row = benchmark.measure(case, tmp_path / "cache", tmp_path / "kernels")
+    case = dict(what="build", options=options)
+    row = benchmark.build(tmp_path / "model", case, tmp_path / "cache", tmp_path / "kernels")
     assert row["steps"] == 2
     assert 0.2 * GIB < row["peak_bytes"] < 1.9 * GIB, "of two processes that build"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from benchmarks import context
 from benchmarks.harness.decoders import Decoded
 from benchmarks.harness.models import SHAPES
-from benchmarks.harness.sampling import Case, Row, Sample, summarise
+from benchmarks.harness.tables import Row
 
 ARGUMENTS = (
     *("--shape", "tiny", "--backend", "eager", "--spec-tokens", "1", "--batches", "1", "2"),
@@ -43,16 +42,18 @@ def test_every_context_has_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows[2]["step_bytes"] - rows[0]["step_bytes"] == 64 * 2 * 2 * 2 * 16 * 3
 
 
-def _row(batch: int, bytes_read: int, seconds: float) -> Row:
-    engine: Any = SimpleNamespace(engine="mtpc", spec_tokens=0, build_s=0.0, launches=1)
-    sample = Sample(Decoded(1, 1, seconds, None), bandwidth=1e9, foreign_share=0.0)
-    return summarise(Case("mimo", "random", engine, batch, bytes_read, [sample]), 0.1)
+def _row(context: int, bytes_read: int, ms: float) -> Row:
+    case = dict(engine="mtpc", spec_tokens=0, batch=1, context=context)
+    figures = dict(step_bytes=bytes_read, ms_per_step=ms, bandwidth_gb_s=1.0)
+    limit = 1e-6 * bytes_read
+    figures |= dict(roofline_ms=limit, efficiency=limit / ms)
+    return {**case, **figures, "samples": 1, "discarded": 0, "disturbed": False}
 
 
 def test_cells() -> None:
     """A megabyte more takes 1 ms at 1 GB/s; 4 ms more were needed: a quarter of the limit."""
-    rows = [(64, _row(1, 10**6, 0.002)), (128, _row(1, 2 * 10**6, 0.006))]
-    first, second = context.cells(rows, SHAPES["tiny"])
+    rows = [_row(64, 10**6, 2.0), _row(128, 2 * 10**6, 6.0)]
+    first, second = context.table({"arguments": {"shape": "tiny"}, "rows": rows}).cells
     assert first[4:] == ["2.00", "-", "1.0", "0", "1.00", "50%", "-", "1+0"]
     assert second[4:] == ["6.00", "-", "1.0", "0", "2.00", "33%", "25%", "1+0"]
 

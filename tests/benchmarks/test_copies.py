@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import copies, plot
-from benchmarks.copies import FREE, LLAMA, MTPC, Sample, batches, prompts, repeated, table
-from benchmarks.harness.results import earlier_rows, new_record
+from benchmarks.copies import FREE, LLAMA, MTPC, batches, gain, prompts, repeated, table
+from benchmarks.harness.bench import Run, new_record
+from benchmarks.harness.tables import Row
 from benchmarks.peers.llama_decoder import Counts, LlamaError, read_counts
 
 LOG = """
@@ -40,9 +40,11 @@ def test_kinds_take_turns() -> None:
     assert (kind, len(names.split("+")), len(wordings)) == ("mixed", 4, 4)
 
 
-def sample(name: str, engine: str, setting: str, steps: int, seconds: float) -> Sample:
+def sample(name: str, engine: str, setting: str, steps: int, *seconds: float) -> Row:
     draft = "none" if setting == "0" else "copy"
-    return Sample("edits", name, engine, "bfloat16", draft, setting, 100, steps, [seconds], [1])
+    case = dict(text="edits", prompt=name, engine=engine, weights="bfloat16", draft=draft)
+    counts = dict(tokens=100, steps=steps, seconds=[*seconds], answer=[1])
+    return {**case, "setting": setting, **counts}
 
 
 def test_gains_are_over_the_same_engine() -> None:
@@ -51,7 +53,7 @@ def test_gains_are_over_the_same_engine() -> None:
         *(sample("a", MTPC, "7", 50, 2.0), sample("b", MTPC, "7", 25, 1.0)),
         *(sample("a", LLAMA, "0", 100, 3.0), sample("a", LLAMA, "own", 50, 1.5)),
     ]
-    found = {tuple(cells[1:5]): cells[5:] for cells in table({"rows": [*map(asdict, rows)]}).cells}
+    found = {tuple(cells[1:5]): cells[5:] for cells in table({"rows": rows}).cells}
     own = found[MTPC, "bfloat16", "copy", "7"]
     assert own == ["2.67", "66.7", "2.83x", "2.00x", "2 of 2", "2"]
     assert found[LLAMA, "bfloat16", "copy", "own"][2:4] == ["2.00x", "2.00x"]
@@ -59,12 +61,12 @@ def test_gains_are_over_the_same_engine() -> None:
 
 def test_repeats_are_compared_in_their_turn() -> None:
     """A disturbed repeat changes nothing, nor a slow turn; another text is an error."""
-    plain = repeated([sample("a", MTPC, "0", 100, seconds) for seconds in (2.0, 1.0, 1.0)])
-    found = repeated([sample("a", MTPC, "7", 50, seconds) for seconds in (1.0, 0.5, 9.0)])
-    assert (plain.seconds, found.seconds) == ([2.0, 1.0, 1.0], [1.0, 0.5, 9.0])
-    assert found.gain(plain) == 2.0
+    once = [{**sample("a", MTPC, "0", 100), "seconds": seconds} for seconds in (2.0, 1.0, 1.0)]
+    plain = repeated(once)
+    assert plain["seconds"] == [2.0, 1.0, 1.0]
+    assert gain(sample("a", MTPC, "7", 50, 1.0, 0.5, 9.0), plain) == 2.0
     with pytest.raises(AssertionError, match="another text"):
-        repeated([plain, replace(plain, answer=[2])])
+        repeated([plain, {**plain, "answer": [2]}])
 
 
 def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
@@ -73,11 +75,12 @@ def test_a_run_goes_on_behind_its_results(tmp_path: Path) -> None:
     given = ["model", "--out", str(out), "--settings", "0", "3"]
 
     def earlier(*more: str) -> list[dict[str, Any]]:
-        return earlier_rows("copies", copies._parse([*given, *more]), FREE)
+        args = copies.BENCHMARK.parse([*given, *more])
+        return Run(copies.BENCHMARK, args, print, tmp_path).earlier_rows(FREE)
 
     assert earlier() == []
-    rows = [asdict(sample("a", MTPC, "0", 1, 1.0))]
-    out.write_text(json.dumps(new_record("copies", copies._parse(given), {"rows": rows})))
+    rows = [sample("a", MTPC, "0", 1, 1.0)]
+    out.write_text(json.dumps(new_record("copies", copies.BENCHMARK.parse(given), {"rows": rows})))
     assert earlier("--minutes", "3", "--prompts", "9") == rows
     with pytest.raises(SystemExit, match="results of other arguments"):
         earlier("--new-tokens", "9")
@@ -91,7 +94,7 @@ def test_a_drafter_has_no_path_in_a_record() -> None:
 def test_a_picture_of_what_drafts_gain(tmp_path: Path) -> None:
     """Speeds are of all tokens of a setting; a training's record adds its curve."""
     rows = [sample("a", MTPC, "0", 100, 4.0), sample("b", MTPC, "0", 100, 1.0)]
-    record = {"rows": [asdict(row) for row in (*rows, sample("a", LLAMA, "own", 50, 1.0))]}
+    record = {"rows": [*rows, sample("a", LLAMA, "own", 50, 1.0)]}
     assert plot.speeds(record) == {
         "mtpc plain": {"edits": 40.0},
         "llama.cpp copy": {"edits": 100.0},

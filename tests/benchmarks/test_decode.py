@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -13,9 +11,9 @@ import pytest
 import transformers
 
 import mtpc
-from benchmarks import decode, plot, waterfall
+from benchmarks import decode, waterfall
 from benchmarks.harness import machine
-from benchmarks.harness.decoders import Decoded
+from benchmarks.harness.decoders import Decoded, Decoder
 from benchmarks.harness.machine import BandwidthProbe
 from benchmarks.harness.models import (
     HYBRID_SHAPES,
@@ -26,7 +24,8 @@ from benchmarks.harness.models import (
     text_prompts,
     write_checkpoint,
 )
-from benchmarks.harness.sampling import Case, Plan, Row, Sample, sample_in_turns, summarise
+from benchmarks.harness.rounds import Case, decode_case, sample
+from benchmarks.harness.tables import Row, to_markdown
 from mtpc.models.families.nextn import GLM4_MOE
 
 K = 1
@@ -42,18 +41,12 @@ ARGUMENTS = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one tiny run writes; transformers' class is left as it was."""
     out = tmp_path_factory.mktemp("benchmark")
-    kinds = (("--out", "json"), ("--markdown", "md"), ("--csv", "csv"))
-    files = [part for option, kind in kinds for part in (option, str(out / f"results.{kind}"))]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"):
             patch.setattr(getattr(transformers, name), "_keys_to_ignore_on_load_unexpected", None)
-        assert decode.main([*ARGUMENTS, *files]) == 0
-    return {
-        **json.loads((out / "results.json").read_text()),
-        "markdown": (out / "results.md").read_text(),
-        "csv": list(csv.DictReader((out / "results.csv").open())),
-        "path": out / "results.json",
-    }
+        assert decode.main([*ARGUMENTS, "--out", str(out / "results.json")]) == 0
+    record = json.loads((out / "results.json").read_text())
+    return {**record, "path": out / "results.json"}
 
 
 @pytest.mark.slow
@@ -71,20 +64,19 @@ def test_every_engine_has_its_rows(results: dict[str, Any]) -> None:
     decoded = (("transformers", 1), ("mtpc", 1), ("mtpc", 2))  # transformers drafts for one.
     glm4 = {("glm4_moe", "accepting", engine, K, batch) for engine, batch in decoded}
     assert keys == mimo | glm4
-    assert results["markdown"].count("\n| mimo ") == len(mimo)
+    text = to_markdown(results, decode.table(results))
+    assert text.count("\n| mimo ") == len(mimo)
 
 
 @pytest.mark.slow
 def test_every_batch_is_set_beside_the_one_that_transformers_drafts_for(
     results: dict[str, Any],
 ) -> None:
-    rows = [Row(**row) for row in results["rows"]]
-    column = list(decode.COLUMNS).index("over use_mtp")
-    told = [(row, line[column]) for row, line in zip(rows, decode.cells(rows), strict=True)]
-    (peer,) = (row for row in rows if (row.model, row.engine) == ("glm4_moe", "transformers"))
-    for row, ratio in told:
-        over = f"{row.tokens_per_s / peer.tokens_per_s:.2f}x" if row.model == peer.model else "-"
-        assert ratio == over
+    rows = results["rows"]
+    (peer,) = (r for r in rows if (r["model"], r["engine"]) == ("glm4_moe", "transformers"))
+    for row, ratio in zip(rows, _column(rows, "over use_mtp"), strict=True):
+        over = f"{row['tokens_per_s'] / peer['tokens_per_s']:.2f}x"
+        assert ratio == (over if row["model"] == peer["model"] else "-")
 
 
 @pytest.mark.slow
@@ -93,26 +85,7 @@ def test_the_record_holds_no_path(results: dict[str, Any]) -> None:
     assert results["benchmark"] == "decode"
     assert not {"out", "csv", "markdown", "workdir", "vllm_python"} & results["arguments"].keys()
     assert results["arguments"]["batches"] == [1, 2]
-    assert str(results["path"].parent) not in results["path"].read_text() + results["markdown"]
-
-
-@pytest.mark.slow
-def test_csv_has_the_same_numbers(results: dict[str, Any]) -> None:
-    """And what they were measured on, in each row."""
-    assert len(results["csv"]) == len(results["rows"])
-    for row, line in zip(results["rows"], results["csv"], strict=True):
-        assert line["engine"] == row["engine"]
-        assert float(line["ms_per_step"]) == row["ms_per_step"]
-        assert line["commit"] == results["versions"]["commit"]
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn_from_them(results: dict[str, Any], tmp_path: Path) -> None:
-    picture = tmp_path / "results.png"
-    assert plot.main([str(results["path"]), str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        plot.main([str(results["path"]), str(picture), "--model", "none"])
+    assert str(results["path"].parent) not in results["path"].read_text()
 
 
 @pytest.mark.slow
@@ -133,8 +106,8 @@ def test_mtpc_times_whole_steps(results: dict[str, Any]) -> None:
     warm-up left the prompts' first pages, and what remains of two fits into one prefill step."""
     rows = [r for r in results["rows"] if r["engine"] == "mtpc" and r["weights"] == "accepting"]
     for row in rows:
-        (sample,) = row["taken"]
-        steps, tokens = sample["decoded"]["steps"], sample["decoded"]["tokens"]
+        (taken,) = row["taken"]
+        steps, tokens = taken["steps"], taken["tokens"]
         assert steps == 8
         assert tokens == row["batch"] * (2 * steps - 1)
 
@@ -182,42 +155,70 @@ def test_accepting_weights_of_a_hybrid_model_accept_all_drafts(tmp_path: Path) -
     assert model.stats.acceptance_rate == 1.0
 
 
-class _NoDecoder:
-    """Stands where a case needs a decoder that is never called."""
+class _Bandwidth(BandwidthProbe):
+    """Reads as many bytes a second, in any case."""
 
-    engine, build_s, largest_batch, stays_warm = "mtpc", 0.0, None, True
+    def __init__(self, bandwidth: float) -> None:
+        self._bandwidth = bandwidth
 
-    def __init__(self, spec_tokens: int, launches: int = 1) -> None:
-        self.spec_tokens, self.launches = spec_tokens, launches
+    def read(self) -> float:
+        return self._bandwidth
+
+
+class _Launched(Decoder):
+    """A decoder that starts anew when asked to, and notes what it was asked."""
+
+    engine = "mtpc"
+
+    def __init__(self, spec_tokens: int = 0, seconds: float = 1.0, launches: int = 1) -> None:
+        self.spec_tokens, self.seconds, self.launches = spec_tokens, seconds, launches
+        self.log: list[str] = []
+
+    def decode(self, prompts: Any, new_tokens: int = 8) -> Decoded:
+        self.log.append(f"decode {len(prompts)} of {len(prompts[0])}")
+        return Decoded(10, 20, self.seconds, 0.5)
 
     def renew(self) -> bool:
-        raise NotImplementedError
-
-    def decode(self, prompts: Any, new_tokens: int) -> Decoded:
-        raise NotImplementedError
-
-
-def _row(spec_tokens: int, *samples: Sample) -> Row:
-    step_bytes = Checkpoint(Path(), GLM4_MOE, 900, 50, 50, 70).step_bytes(spec_tokens)
-    case = Case("mimo", "random", _NoDecoder(spec_tokens), 1, step_bytes, list(samples))
-    return summarise(case, max_foreign=0.1)
+        self.launches += 1
+        self.log.append("renew")
+        return True
 
 
-def _sample(seconds: float, foreign_share: float) -> Sample:
-    return Sample(Decoded(10, 20, seconds, 0.5), bandwidth=950.0, foreign_share=foreign_share)
+def _case(decoder: _Launched, batch: int = 1, bandwidth: float = 950.0, **more: Any) -> Case:
+    weights = Checkpoint(Path(), GLM4_MOE, 900, 50, 50, 70)
+    row, size = dict(model="mimo", weights="random"), weights.step_bytes(decoder.spec_tokens)
+    probe = _Bandwidth(bandwidth)
+    return decode_case(row, decoder, decoder.decode, [[1] * 4] * batch, size, probe, **more)
+
+
+def _row(
+    *samples: tuple[float, float], k: int = 0, launches: int = 1, bandwidth: float = 950.0
+) -> Row:
+    """Of samples that took so many seconds, and during which others used that share."""
+    decoder = _Launched(k, launches=launches)
+    case = _case(decoder, bandwidth=bandwidth)
+    for decoder.seconds, share in samples:
+        case.samples.append({**case.take(), "foreign_share": share})
+    return case.result(max_foreign=0.1)
+
+
+def _column(rows: list[Row], heading: str) -> list[str]:
+    table = decode.table({"rows": rows})
+    return [line[list(table.columns).index(heading)] for line in table.cells]
 
 
 def test_disturbed_samples_are_dropped() -> None:
-    row = _row(0, _sample(20.0, 0.0), _sample(90.0, 0.5), _sample(20.0, 0.1))
-    assert (row.samples, row.discarded, row.disturbed, len(row.taken)) == (2, 1, False, 3)
-    assert row.ms_per_step == 2000.0
-    assert row.roofline_ms == pytest.approx(1000.0)
-    assert row.efficiency == pytest.approx(0.5)
+    row = _row((20.0, 0.0), (90.0, 0.5), (20.0, 0.1))
+    assert (row["samples"], row["discarded"], row["disturbed"]) == (2, 1, False)
+    assert len(row["taken"]) == 3
+    assert row["ms_per_step"] == 2000.0
+    assert row["roofline_ms"] == pytest.approx(1000.0)
+    assert row["efficiency"] == pytest.approx(0.5)
 
 
 def test_a_row_says_when_all_was_disturbed() -> None:
-    row = _row(0, _sample(20.0, 0.5))
-    assert (row.samples, row.discarded, row.disturbed) == (1, 0, True)
+    row = _row((20.0, 0.5))
+    assert (row["samples"], row["discarded"], row["disturbed"]) == (1, 0, True)
 
 
 @pytest.mark.parametrize(("free", "is_short"), [(2_000_000, True), (2_500_000, False)])
@@ -236,35 +237,16 @@ def test_a_lack_of_memory_is_said(
 
 
 def test_a_peer_of_many_launches_counts_at_its_best() -> None:
-    case = Case("mimo", "random", _NoDecoder(0, launches=3), 1, 950)
-    case.samples = [_sample(20.0, 0.0), _sample(10.0, 0.0), _sample(5.0, 0.5)]
-    row = summarise(case, max_foreign=0.1)
-    assert (row.ms_per_step, row.samples, row.discarded) == (1000.0, 2, 1)
-
-
-class _Launched(_NoDecoder):
-    """A decoder that starts anew when asked to, and notes what it was asked."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.log: list[str] = []
-
-    def decode(self, prompts: Any, new_tokens: int) -> Decoded:
-        self.log.append(f"decode {len(prompts)} of {len(prompts[0])}")
-        return Decoded(10, 20, 1.0, None)
-
-    def renew(self) -> bool:
-        self.launches += 1
-        self.log.append("renew")
-        return True
+    row = _row((20.0, 0.0), (10.0, 0.0), (5.0, 0.5), launches=3)
+    assert (row["ms_per_step"], row["samples"], row["discarded"]) == (1000.0, 2, 1)
 
 
 def test_each_round_has_a_launch_of_its_own() -> None:
     """Once for all batches, and warmed up before anything is measured."""
-    decoder, plan = _Launched(), Plan(4, 8, 2, 10.0, 0)
-    cases = [Case("mimo", "random", decoder, batch, 1000) for batch in (1, 2)]
-    sample_in_turns(cases, plan, [[1]] * 2, BandwidthProbe(1 << 20), lambda _: None)
-    once = ["decode 1 of 1", "decode 2 of 1"] * 2
+    decoder = _Launched()
+    cases = [_case(decoder, batch) for batch in (1, 2)]
+    assert list(sample(cases, 2, 10.0, lambda _: None)) == [1, 2]
+    once = ["decode 1 of 4", "decode 2 of 4"] * 2
     assert decoder.log == [*once, "renew", *once]
     assert [len(case.samples) for case in cases] == [2, 2]
 
@@ -273,9 +255,7 @@ def test_each_round_has_a_launch_of_its_own() -> None:
 def test_a_warm_up_is_short_and_only_of_what_stays_warm(stays_warm: bool) -> None:
     decoder = _Launched()
     decoder.stays_warm = stays_warm
-    plan = Plan(4, 8, 1, 10.0, 0, warm_up_tokens=2)
-    case = Case("mimo", "random", decoder, 1, 1000)
-    sample_in_turns([case], plan, [[1] * 4], BandwidthProbe(1 << 20), lambda _: None)
+    list(sample([_case(decoder, warm_up_tokens=2)], 1, 10.0, lambda _: None))
     assert decoder.log == ["decode 1 of 2"] * stays_warm + ["decode 1 of 4"]
 
 
@@ -289,18 +269,14 @@ def test_prompts_of_the_demo_are_text() -> None:
 
 
 def test_speedup_is_over_plain_decoding() -> None:
-    rows = [_row(0, _sample(20.0, 0.0)), _row(2, _sample(10.0, 0.0))]
-    column = list(decode.COLUMNS).index("over plain")
-    assert [line[column] for line in decode.cells(rows)] == ["1.00x", "2.00x"]
+    rows = [_row((20.0, 0.0)), _row((10.0, 0.0), k=2)]
+    assert _column(rows, "over plain") == ["1.00x", "2.00x"]
 
 
 def test_a_ratio_says_where_memory_was_faster() -> None:
     """At 950 and 1,900 bytes a second the same decoder takes half the time, not half the work."""
-    peer = Sample(Decoded(10, 20, 20.0, None), bandwidth=950.0, foreign_share=0.0)
-    ours = Sample(Decoded(10, 20, 10.0, None), bandwidth=1900.0, foreign_share=0.0)
-    rows = [replace(_row(0, peer), engine="vLLM"), _row(0, ours)]
-    column = list(decode.COLUMNS).index("over vLLM")
-    assert [line[column] for line in decode.cells(rows)] == ["1.00x", "2.00x (memory 2.00x)"]
+    rows = [{**_row((20.0, 0.0)), "engine": "vLLM"}, _row((10.0, 0.0), bandwidth=1900.0)]
+    assert _column(rows, "over vLLM") == ["1.00x", "2.00x (memory 2.00x)"]
 
 
 @pytest.mark.slow

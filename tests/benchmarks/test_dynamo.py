@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks import dynamo
-from benchmarks.dynamo import Case, Row, Sample, summarise
+from benchmarks.harness.rounds import Case
+from benchmarks.harness.tables import Row
 
 
 def _row(engine: str, *ms: float) -> Row:
-    samples = [Sample(each, foreign_share=0.5 * (each > 100)) for each in ms]
-    case = Case("decode", 4, engine, lambda: None, calls=16, first_s=1.5, samples=samples)
-    return summarise(case, max_foreign=0.1)
+    case = Case(dict(forward="decode", batch=4, engine=engine), dict)
+    case.samples = [dict(ms=each, first_s=1.5, foreign_share=0.5 * (each > 100)) for each in ms]
+    return case.result(max_foreign=0.1)
 
 
 def test_cells() -> None:
     """Medians of undisturbed samples; Inductor's time over the engine's."""
     rows = [_row("Inductor", 30.0, 20.0, 25.0), _row("mtpc", 20.0, 500.0)]
-    record = {"arguments": {"prompt_tokens": 1, "shape": "tiny"}, "rows": [*map(asdict, rows)]}
+    record = {"arguments": {"prompt_tokens": 1, "shape": "tiny"}, "rows": rows}
     assert dynamo.table(record).cells == [
         ["decode", "4", "Inductor", "25.00", "1.00x", "1.5", "3+0"],
         ["decode", "4", "mtpc", "20.00", "1.25x", "1.5", "1+1"],

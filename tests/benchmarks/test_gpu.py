@@ -32,16 +32,15 @@ from benchmarks.gpu.profile import OperatorProfiler, gap_rows, kernel_rows, laun
 from benchmarks.gpu.rows import (
     APART,
     COMPILED,
+    ENGINES,
     FUSED,
     LATE,
-    PLAIN,
-    USE_MTP,
     Row,
     RowFile,
     findings,
 )
 from benchmarks.gpu.schedule import Schedule
-from benchmarks.gpu.speed import OURS, PROFILES, Case, Plan, Task, tasks
+from benchmarks.gpu.speed import PROFILES, Case, Plan, tasks
 from mtpc.backends.cuda import compile_flat
 from mtpc.cli.demo import BENCH_PROMPTS, demo_checkpoint
 from mtpc.models.load import load
@@ -72,7 +71,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(words) == 0
     found = _read(path)
     rows = {row["engine"]: row for row in found if row["part"] == "speed"}
-    assert list(rows) == [FUSED, LATE, APART, COMPILED, USE_MTP]
+    assert list(rows) == [*ENGINES]
     assert all(float(row["acceptance"]) == 1 for row in rows.values()), "weights accept"
     assert [rows[engine]["launches"] for engine in (FUSED, APART, COMPILED)] == ["1", "2", "2"]
     assert rows[COMPILED]["note"].startswith("torch.compile of the same modules piecewise: our")
@@ -110,7 +109,7 @@ def test_many_requests_that_accept_all(tmp_path: Path) -> None:
     words = ["--dry-run", "--parts", "speed", "--shapes", "tiny-glm4", "--spec-tokens", "4"]
     words += ["--batches", "6", "--csv", str(path), "--prompt-tokens", "8", "--new-tokens", "16"]
     assert gpu.main(words) == 0
-    assert {row["engine"] for row in _read(path)} == {*OURS}
+    assert {row["engine"] for row in _read(path)} == {*ENGINES}
 
 
 @pytest.mark.slow
@@ -124,7 +123,7 @@ def test_the_whole_dry_run(tmp_path: Path) -> None:
     assert [row["passed"] for row in gates] == ["True"] * len(gpu.FAMILIES)
     assert {row["passed"] for row in rows if row["part"] in ("ops", "sampling")} == {"True"}
     assert [row["shape"] for row in rows if row["part"] == "aot"] == ["deepseek_v3"]
-    assert {row["engine"] for row in rows if row["part"] == "speed"} >= {FUSED, LATE, APART, PLAIN}
+    assert {row["engine"] for row in rows if row["part"] == "speed"} == {*ENGINES}
     assert {row["launches"] for row in rows if row["engine"] == APART} == {"1", "5"}
     profiles = [row["shape"] for row in rows if row["part"] == "profile"]
     assert len(profiles) == 3 * len(set(profiles)) > 0
@@ -272,8 +271,8 @@ def test_pieces_do_what_the_whole_does(family: str, checkpoint: Callable[..., Pa
 
 def test_bytes_of_a_step() -> None:
     """By hand, of a dense model: everything but the embedding; of experts those chosen."""
-    loaded, model = build("tiny-mla-moe", "cpu")
-    nbytes = {name: p.nbytes for name, p in model.named_parameters()}
+    loaded = build("tiny-mla-moe", "cpu")
+    nbytes = {name: p.nbytes for name, p in loaded.target.named_parameters()}
     routed = sum(n for name, n in nbytes.items() if ".mlp.experts." in name)
     head = nbytes["lm_head.weight"]
     rest = sum(nbytes.values()) - head - nbytes["model.embed_tokens.weight"]
@@ -311,19 +310,11 @@ def test_findings_and_order() -> None:
 
 
 def test_order() -> None:
-    """Ours without drafts and with three, then peers, of each shape; then all else, once."""
+    """Without drafts and with three, of each shape; then all else, once."""
     found = tasks(("glm4-8b", "mla-moe-16b"), (0, 1, 2, 3, 4), (1, 4))
-    dense = [task for task in found[:4] if task.shape == "glm4-8b"]
-    assert [(task.case, task.engines) for task in dense] == [
-        (Case(0, 1), OURS),
-        (Case(3, 1), OURS),
-        (Case(0, 1), (PLAIN,)),
-        (Case(1, 1), (USE_MTP,)),
-    ]
-    assert found[4] == Task("mla-moe-16b", Case(0, 1), OURS, "ours")
-    assert len(found) == len(set(found))
-    ours = [(task.shape, task.case) for task in found if task.engines == OURS]
-    assert len(ours) == 2 * 5 * 2
+    first = [(shape, Case(k, 1)) for shape in ("glm4-8b", "mla-moe-16b") for k in (0, 3)]
+    assert [(task.shape, task.case) for task in found[:4]] == first
+    assert len(found) == len(set(found)) == 2 * 5 * 2
     alone = tasks(("glm4-8b",), (3,), (1, 4))
     assert [task.case for task in alone] == [Case(3, 1), Case(3, 4)]
 

@@ -120,13 +120,13 @@ def test_a_lost_result_is_measured_again(tmp_path: Path) -> None:
 def test_timings_of_requests_become_steps() -> None:
     """The first token is the prompt's; a step emits one token and what it accepts."""
     plain = {name: value for name, value in TIMINGS.items() if "draft" not in name}
-    one = read_timings([plain], 0.5)
+    one = read_timings([plain])
     assert (one.steps, one.tokens, one.seconds, one.acceptance_rate) == (63, 63, 0.8, None)
-    both = read_timings([TIMINGS, {**TIMINGS, "draft_n_accepted": 43, "predicted_ms": 900.0}], 0.5)
+    both = read_timings([TIMINGS, {**TIMINGS, "draft_n_accepted": 43, "predicted_ms": 900.0}])
     assert (both.steps, both.tokens, both.seconds) == (20, 126, 0.9)
     assert both.acceptance_rate == 0.75
     with pytest.raises(LlamaError, match="have no 'predicted_n'"):
-        read_timings([{}], 0.0)
+        read_timings([{}])
 
 
 def test_a_server_is_asked_for_as_many_requests_at_once(tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_a_servers_answer_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
     server = LlamaServer(tmp_path, tmp_path / "model.gguf", 64, 1, log)
     try:
-        assert server.answer([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
+        assert server.turn([1, 2, 3, 4, 5], 3) == (0.25, [7, 7, 7], 2)
         with pytest.raises(LlamaError, match="gave 2 tokens; expected 3"):
-            server.answer([1], 3)
+            server.turn([1], 3)
     finally:
         server.close()
     (tmp_path / SERVER).write_text("#!/bin/sh\necho no model; exit 1\n")

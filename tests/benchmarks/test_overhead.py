@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from benchmarks import overhead
-from benchmarks.overhead import Case, Sample, Work, summarise
+from benchmarks.overhead import GOALS, Work, summary
 
 
 def test_figures() -> None:
-    """By hand: ratios are of the same round; rounds with a disturbed sample go, for all paths."""
-    work = Work([[1], [2]], 5)
-    replay = Case("replay", work, [Sample(1.0, 4, 0.0), Sample(2.0, 4, 0.0), Sample(9.0, 4, 0.0)])
-    serve = Case("mtpc serve", work, [Sample(2.0, 5, 0.0), Sample(2.5, 5, 0.0), Sample(1, 5, 0.5)])
-    first, second = summarise([replay, serve], max_foreign=0.1)
-    assert (first.of_replay, first.samples, first.discarded) == (1.0, 2, 1)
-    assert second.of_replay == pytest.approx((1 / 2 + 2 / 2.5) / 2)
-    assert second.tokens_per_s == pytest.approx((10 / 2 + 10 / 2.5) / 2)
-    assert second.ms_per_step == pytest.approx((400 + 500) / 2)
-    assert not second.disturbed
-    assert all(row.disturbed for row in summarise([replay, serve], max_foreign=-1))
+    """By hand: ratios are of the same round."""
+    taken = [(1.0, 2.0), (2.0, 2.5)]
+    samples = [
+        {path: dict(seconds=first if path == "replay" else then, steps=5) for path in GOALS}
+        for first, then in taken
+    ]
+    first, *_, last = summary(Work([[1], [2]], 5), samples)["paths"]
+    assert (first["path"], first["of_replay"]) == ("replay", 1.0)
+    assert last["of_replay"] == pytest.approx((1 / 2 + 2 / 2.5) / 2)
+    assert last["tokens_per_s"] == pytest.approx((10 / 2 + 10 / 2.5) / 2)
+    assert last["ms_per_step"] == pytest.approx((400 + 500) / 2)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import sys
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import transformers
 
 from benchmarks import context, memory, prefill
-from benchmarks.harness.decoders import Decoded
-from benchmarks.harness.sampling import Case, Row, Sample, summarise
+from benchmarks.harness.models import SHAPES
+from benchmarks.harness.tables import Row
 from benchmarks.peers import vllm_host
-from benchmarks.peers.llama_decoder import LlamaTimes
-from benchmarks.prefill import LlamaPrefill, TransformersPrefill
+from benchmarks.peers.llama_decoder import LlamaDecoder, LlamaTimes
 
 PROMPT_TOKENS = 40
 ARGUMENTS = (
@@ -43,8 +41,7 @@ def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", None, raising=False
     )
-    files = ["--out", str(tmp_path / "p.json"), "--csv", str(tmp_path / "p.csv")]
-    assert prefill.main([*ARGUMENTS, *files]) == 0
+    assert prefill.main([*ARGUMENTS, "--out", str(tmp_path / "p.json")]) == 0
     rows = json.loads((tmp_path / "p.json").read_text())["rows"]
     engines = [(row["engine"], row["spec_tokens"]) for row in rows]
     ours = [("mtpc, chunks of 16", 1), ("mtpc, chunks of 64", 1)]
@@ -53,10 +50,7 @@ def test_every_engine_has_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for row in rows:
         for sample in row["taken"]:
             # No page was reused: every sample is of a whole prompt.
-            decoded = sample["decoded"]
-            assert (decoded["steps"], decoded["tokens"]) == (1, row["prompt_tokens"])
-    lines = list(csv.DictReader((tmp_path / "p.csv").open()))
-    assert [line["engine"] for line in lines] == [row["engine"] for row in rows]
+            assert (sample["steps"], sample["tokens"]) == (1, row["prompt_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -73,16 +67,19 @@ def test_peers_need_a_context(
     assert "every context is longer than --peer-context, which is 9" in capsys.readouterr().err
 
 
-def _row(engine: Any, seconds: float) -> Row:
-    sample = Sample(Decoded(2, 100, seconds, None), bandwidth=1e9, foreign_share=0.0)
-    return summarise(Case("mimo", "random", engine, 1, 1000, [sample]), max_foreign=0.1)
+def _row(length: int, engine: str, seconds: float) -> Row:
+    """Of 50 tokens, of a target of 3 GB."""
+    shape = SHAPES["tiny"]
+    size = 3 * 10**9 + 2 * shape.hidden_size * shape.vocab_size
+    row = dict(prompt_tokens=length, engine=engine, spec_tokens=0, step_bytes=size)
+    figures = dict(ms_per_step=1e3 * seconds, tokens_per_s=50 / seconds)
+    return {**row, **figures, "samples": 1, "discarded": 0, "disturbed": False}
 
 
 def test_cells() -> None:
-    """100 tokens of a target of 3 GB, 1.5 billion weights, in 2 s: 50 a second, 150 GFLOP/s."""
-    vllm = SimpleNamespace(engine="vLLM", spec_tokens=0, build_s=0.0, launches=1)
-    rows = [(50, _row(TransformersPrefill(None), 2.0)), (50, _row(vllm, 1.0)), (60, _row(vllm, 1))]
-    first, second, longer = prefill.cells(rows, target_bytes=3 * 10**9)
+    """50 tokens of 1.5 billion weights in a second: 150 GFLOP/s."""
+    rows = [_row(50, "transformers", 1.0), _row(50, "vLLM", 0.5), _row(60, "vLLM", 0.5)]
+    first, second, longer = prefill.table({"arguments": {"shape": "tiny"}, "rows": rows}).cells
     assert first == ["50", "transformers", "0", "1000.0", "50", "150", "1.00x", "0.50x", "-", "1+0"]
     assert second == ["50", "vLLM", "0", "500.0", "100", "300", "2.00x", "1.00x", "-", "1+0"]
     assert longer[-4:] == ["-", "1.00x", "-", "1+0"]
@@ -92,14 +89,14 @@ def test_llama_is_timed_by_its_prompt() -> None:
     """Its program decodes a token, too, whose time does not count."""
     asked = list[Any]()
 
-    class Program(LlamaPrefill):
-        def run(self, *sizes: int) -> tuple[LlamaTimes, float]:
+    class Program(LlamaDecoder):
+        def run(self, *sizes: int) -> LlamaTimes:
             asked.append(sizes)
-            return LlamaTimes(prompt_s=2.0, decode_s=9.0), 3.5
+            return LlamaTimes(prompt_s=2.0, decode_s=9.0)
 
-    done = Program(Path(), Path(), "BF16", threads=1).decode([[1, 2, 3]], 8)
+    done = Program(Path(), Path(), "BF16", threads=1).prefill([[1, 2, 3]])
     assert asked == [(1, 3, 1)]
-    assert (done.seconds, done.tokens, done.child_cpu_s) == (2.0, 3, 3.5)
+    assert (done.seconds, done.tokens) == (2.0, 3)
 
 
 def test_vllm_takes_prompts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,13 +127,13 @@ def test_vllm_takes_prompts_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_memory_is_written(tmp_path: Path) -> None:
     """Both starts, with what a process must hold and what it took while it packed."""
-    out, table = tmp_path / "memory.json", tmp_path / "memory.csv"
+    out = tmp_path / "memory.json"
     arguments = ["--shape", "tiny", "--spec-tokens", "1", "--batch-buckets", "1"]
-    assert memory.main([*arguments, "--out", str(out), "--csv", str(table)]) == 0
+    assert memory.main([*arguments, "--out", str(out)]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert [row["start"] for row in rows] == ["just compiled", "warm"]
-    for row, line in zip(rows, csv.DictReader(table.open()), strict=True):
+    for row in rows:
         assert 0 < row["state_bytes"] < row["resident_bytes"] <= row["peak_bytes"]
-        assert float(line["ratio"]) == pytest.approx(
+        assert row["ratio"] == pytest.approx(
             row["resident_bytes"] / (row["weights_bytes"] + row["state_bytes"])
         )

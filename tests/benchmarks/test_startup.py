@@ -11,7 +11,8 @@ from helpers.compiled import give_kernels
 
 from benchmarks import startup
 from benchmarks.harness import startup_child
-from benchmarks.startup import Case, Row, Sample
+from benchmarks.harness.rounds import Case
+from benchmarks.harness.tables import Row
 
 NEW_TOKENS = 5
 SMALL = (
@@ -26,7 +27,7 @@ SMALL = (
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one tiny run writes; its empty caches are given the C++ kernels, which take longest."""
     out = tmp_path_factory.mktemp("startup")
-    files = ("--out", str(out / "results.json"), "--markdown", str(out / "results.md"))
+    files = ("--out", str(out / "results.json"))
     make_empty = startup_child.make_empty
 
     def make_nearly_empty(directory: Path) -> None:
@@ -37,10 +38,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup_child, "make_empty", make_nearly_empty)
         assert startup.main([*SMALL, "--engines", "floor", "mtpc", *files]) == 0
-    return {
-        **json.loads((out / "results.json").read_text()),
-        "markdown": (out / "results.md").read_text(),
-    }
+    record: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return record
 
 
 @pytest.mark.slow
@@ -48,10 +47,10 @@ def test_every_start_has_its_row(results: dict[str, Any]) -> None:
     rows = {row["engine"]: row for row in results["rows"]}
     assert list(rows) == ["floor", "mtpc cold", "mtpc warm"]
     for row in rows.values():
-        assert row["not_run"] is None
+        assert "not_run" not in row
         assert set(row["stages"]) == set(startup_child.STAGES)
         assert sum(row["stages"].values()) == pytest.approx(row["median_s"])
-    assert results["markdown"].count("\n| mimo-tiny ") == len(rows)
+    assert len(startup.table(results).cells) == len(rows)
     assert rows["floor"]["cache_bytes"] == 0
     assert rows["mtpc warm"]["cache_bytes"] == rows["mtpc cold"]["cache_bytes"] > 0
 
@@ -94,32 +93,34 @@ def test_what_cannot_run_is_a_row_with_the_reason(
     assert capsys.readouterr().out.count("not run: ") == len(rows) == 3
 
 
-def _case(name: str, *samples: Sample) -> Case:
-    engine = next(engine for engine in startup_child.ENGINES if engine.name == name)
-    return Case("made up", Path(), engine, list(samples))
-
-
-def _sample(load_s: float, foreign_share: float = 0.0, tokens: tuple[int, ...] = (1, 2)) -> Sample:
+def _sample(load_s: float, foreign_share: float = 0.0, tokens: tuple[int, ...] = (1, 2)) -> Row:
     """A start that takes a second, and `load_s` to load."""
     stages = {"python": 0.25, "import": 0.5, "load": load_s, "token": 0.25}
     report = {"continuation": list(tokens), "compiled_again": False}
-    return Sample(stages, foreign_share, 2_000_000, 0, report)
+    figures = dict(seconds=sum(stages.values()), stages=stages, cache_bytes=2_000_000)
+    return dict(**figures, foreign_share=foreign_share, scratch_bytes=0, report=report)
 
 
-def _summary(name: str, *samples: Sample) -> Row:
-    return startup.summarise(_case(name, *samples), max_foreign=0.1)
+def _summary(name: str, *samples: Row) -> Row:
+    case = Case(dict(workload="made up", engine=name), dict, summary=startup.summary)
+    case.samples = list(samples)
+    return case.result(max_foreign=0.1)
+
+
+def _cells(rows: list[Row]) -> Any:
+    return startup.table({"rows": rows, "ratios": (), "same_tokens": {}}).cells
 
 
 def test_disturbed_samples_are_dropped() -> None:
     row = _summary("mtpc warm", _sample(1.0), _sample(9.0, 0.5), _sample(3.0, 0.1))
-    assert (row.samples, row.discarded, row.disturbed, len(row.taken)) == (2, 1, False, 3)
-    assert (row.best_s, row.median_s, row.stages["load"]) == (2.0, 3.0, 2.0)
+    assert (row["samples"], row["discarded"], row["disturbed"]) == (2, 1, False)
+    assert (row["best_s"], row["median_s"], row["stages"]["load"]) == (2.0, 3.0, 2.0)
 
 
 def test_a_row_says_when_all_was_disturbed() -> None:
     row = _summary("mtpc cold", _sample(1.0, 0.5))
-    assert (row.samples, row.discarded, row.disturbed) == (1, 0, True)
-    assert startup.cells([row])[0][-1] == "1+0*"
+    assert (row["samples"], row["discarded"], row["disturbed"]) == (1, 0, True)
+    assert _cells([row])[0][-1] == "1+0*"
 
 
 def test_ratios_are_of_medians_and_of_best() -> None:
@@ -134,12 +135,11 @@ def test_ratios_are_of_medians_and_of_best() -> None:
         "made up: mtpc cold / mtpc warm: 10.00 (best: 15.00)",
         "made up: vLLM warm / mtpc warm: not measured",
     ]
-    column = startup.COLUMNS.index("vs floor")
-    assert [line[column] for line in startup.cells(rows)] == ["1.00x", "1.50x", "15.00x", "-"]
+    assert [line[4] for line in _cells(rows)] == ["1.00x", "1.50x", "15.00x", "-"]
 
 
 def test_different_tokens_are_noticed() -> None:
-    cold, warm = (_case(name, _sample(1.0)) for name in ("mtpc cold", "mtpc warm"))
+    cold, warm = (_summary(name, _sample(1.0)) for name in ("mtpc cold", "mtpc warm"))
     assert startup.same_tokens([cold, warm]) == {"made up, mtpc": True}
-    warm.samples.append(_sample(1.0, tokens=(1, 3)))
+    warm["taken"].append(_sample(1.0, tokens=(1, 3)))
     assert startup.same_tokens([cold, warm]) == {"made up, mtpc": False}

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import ROOT, plot, serving, tier_grid, tiers
+from benchmarks import tier_grid, tiers
 from benchmarks.harness.arrivals import Arrival
-
-COUNTS: dict[str, Any] = dict(samples=2, discarded=1, disturbed=False, taken=())
-
-
-def row(spec_tokens: int | str, tokens_per_s: float, load: str = "low") -> tiers.Row:
-    by_k = {0: 30, 3: 10} if spec_tokens == "auto" else {}
-    return tiers.Row("random", load, spec_tokens, tokens_per_s, 5.0, by_k, **COUNTS)
+from benchmarks.harness.tables import Row
+from benchmarks.serving import MtpcServer
 
 
-def cells(rows: list[tiers.Row]) -> Any:
-    return tiers.table({"rows": [*map(asdict, rows)]}).cells
+def row(k: int | str, tokens_per_s: float, load: str = "low") -> Row:
+    figures = dict(tokens_per_s=tokens_per_s, ms_per_token_p50=5.0)
+    counts = dict(samples=2, discarded=1, disturbed=False)
+    by_k = {0: 30, 3: 10} if k == "auto" else {}
+    case = dict(weights="random", load=load, spec_tokens=k)
+    return {**case, **figures, "tokens_by_k": by_k, **counts}
+
+
+def cells(rows: list[Row]) -> Any:
+    return tiers.table({"rows": rows}).cells
 
 
 def test_figures() -> None:
     """Waiting for requests does not count; auto is compared with the better fixed K of its load."""
-    sample = serving.Sample([0.0, 9.0], [[(1.0, 1), (1.2, 3)], [(0.5, 2)]], 0.0, None, 1.5)
-    assert tiers.tokens_per_s(sample) == pytest.approx(6 / 1.5)
-    with pytest.raises(ValueError, match="how long there was work"):
-        tiers.tokens_per_s(serving.Sample([0.0], [[(1.0, 1)]], 0.0))
+    found = {"traces": [[(1.0, 1), (1.2, 3)], [(0.5, 2)]], "work_s": 1.5}
+    assert tiers.figures([0.0, 9.0], found)["tokens_per_s"] == pytest.approx(6 / 1.5)
     rows = [row(0, 20.0), row(3, 10.0), row("auto", 15.0), row(0, 99.0, "high")]
-    assert tiers.fixed(rows, rows[2]) == {0: 20.0, 3: 10.0}
+    assert tiers.fixed(rows[2], rows) == {0: 20.0, 3: 10.0}
     table = cells(rows)
     assert [line[4] for line in table] == ["1.00", "0.50", "0.75", "1.00"]
     assert [line[5] for line in cells([row(0, 5.0), row(3, 10.0)])] == ["1.00", "2.00"]
@@ -40,24 +40,16 @@ def test_figures() -> None:
     assert {line[8] for line in table} == {"2+1"}
 
 
-@pytest.mark.parametrize("record", ["xeon-amx/tiers-0.5b.json", "paper/tier-grid.json"])
-def test_picture(record: str, tmp_path: Path) -> None:
-    picture = tmp_path / "tiers.png"
-    assert plot.main([str(ROOT / "benchmarks" / "results" / record), str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.slow
 def test_tokens_are_counted_by_the_k_of_their_step(compiled: Callable[..., Any]) -> None:
     """All but a request's first token, which is its prefill's."""
     spec = compiled("mimo", "auto", spec_tiers=(0, 1), batch_buckets=(1,))
-    server = tiers.TierServer(spec, "trained", "auto")
+    server = MtpcServer(spec)
     arrivals = [Arrival(0.0, [5, 6, 7], 9), Arrival(0.0, [8, 9], 12)]
     for _ in range(2):  # A run does not count another's.
         run = server.run(arrivals)
-        assert run.tokens_by_k is not None
-        assert sum(run.tokens_by_k.values()) == 9 + 12 - 2
-        assert run.work_s
+        assert sum(run["tokens_by_k"].values()) == 9 + 12 - 2
+        assert run["work_s"]
     assert set(spec.stats.replays) >= {k for k in spec.program.steps if k.phase == "decode"}
 
 

@@ -19,7 +19,7 @@ from helpers.shipped_launches import gqa
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import gpu_model
-from benchmarks.gpu.traffic import GENERATED, LIBRARY, Work, moved_bytes
+from benchmarks.gpu.traffic import Work, moved_bytes
 from mtpc.backends.triton_kernels.plans import plan
 
 pytestmark = pytest.mark.triton
@@ -63,33 +63,6 @@ def test_experts_are_read_for_each_tile_of_rows_that_chose_them(tokens: int, til
     assert tokens > 1 or moved_bytes(up, work)["weight_ptr"] == pytest.approx(8 * each)
     assert moved_bytes(down, work)["hidden_ptr"] > down.arguments["hidden_ptr"].nbytes
     assert moved_bytes(sort, work)["ids_ptr"] == 2 * 257 * ids.nbytes
-
-
-def _row(run: str, part: str, name: str, kernels: int, ms: float) -> dict[str, object]:
-    case = {"shape": "glm4-8b", "spec_tokens": 3.0, "batch": 1.0}
-    return {"run": run, "part": part, "engine": name, "kernels": kernels, "ms_device": ms, **case}
-
-
-def test_a_profile_is_of_the_last_run_whose_kernels_are_listed_and_do_not_overlap() -> None:
-    kernels = [("nvjet_64x8", 4, 2.0), ("combine_kernel", 2, 0.5), ("triton_poi_add_1", 4, 0.25)]
-    first = [_row("first", "speed", "one graph", 10, 3.0)]
-    first += [_row("first", "kernel", *kernel) for kernel in kernels]
-    overlapping = [_row("second", "speed", "one graph", 10, 2.7)]
-    overlapping += [_row("second", "kernel", name, n, 4 * ms) for name, n, ms in kernels]
-    unlisted = [_row("third", "speed", "one graph", 10, 9.0), _row("third", "kernel", "a", 8, 1.0)]
-    case = gpu_model.Case.of("glm4-8b:1:3")
-    profile = gpu_model.profile_of([*first, *overlapping, *unlisted], case)
-    assert profile == pytest.approx(
-        {"nvjet_64x8": 2e-3, "combine_kernel": 5e-4, "triton_poi_add_1": 2.5e-4, "whole step": 3e-3}
-    )
-    of = gpu_model.measured
-    assert of("whole step", (), profile) == 3e-3
-    assert of("aten.linear", (LIBRARY,), profile) == 2e-3
-    assert of("generated", (GENERATED,), profile) == 2.5e-4
-    attention = ("paged_attention_kernel", "combine_kernel")
-    assert of("paged_attention", attention, profile) == 5e-4
-    assert of("rms_norm", ("rms_norm_kernel",), profile) is None
-    assert gpu_model.profile_of(first, gpu_model.Case.of("glm4-8b:1:3:sampled")) == {}
 
 
 @pytest.mark.slow
