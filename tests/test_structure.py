@@ -258,7 +258,7 @@ LINES = {
     "host": 520,
     "integrations": 5580,
     "layout": 1160,
-    "models": 8930,
+    "models": 8950,
     "ops": 2530,
     "passes": 2420,
     "program": 4310,
