@@ -265,7 +265,7 @@ LINES = {
     "ranks": 870,
     "server": 4070,
     "step": 2010,
-    "store": 1130,
+    "store": 1145,
     "tuning": 1740,
     "weights": 8760,
 }
