@@ -14,7 +14,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from mtpc.layout import Layout, Part, StepKey, dtype_name, step_name
 from mtpc.layout.progress import PassRecord
 from mtpc.layout.specs import Dim
-from mtpc.ops.signatures import given_to
+from mtpc.ops.signatures import defaults_of, given_to
 from mtpc.weights.weights import Weights
 
 DRAFT_PIECES = ("drafts.", "later_draft")
@@ -159,9 +159,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
     `node.args` alone lacks arguments that are given by name or left at their defaults.
     """
-    overload: Any = node.target
-    defaults = {a.name: a.default_value for a in overload._schema.arguments}
-    return defaults | given_to(node)
+    return {**defaults_of(node.target), **given_to(node)}
 
 
 def first_argument(node: fx.Node) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mtpc.capture.fake_calls import form_of
@@ -120,7 +121,7 @@ class Inliner:
             values = fx.node.map_aggregate(args, value_of)
             key = (piece, form_of(values))
             if key not in self._glue:
-                with self.mode:
+                with self.mode, _use_lazy_graph_module(True):  # Nobody calls the result.
                     self._glue[key] = make_fx(piece, pre_dispatch=True)(*values)
             piece = self._glue[key]
         self.num_inlined += 1

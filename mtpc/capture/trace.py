@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from mtpc.capture.graph import StepGraph, module_of
 from mtpc.capture.step_mode import nominal
@@ -132,7 +133,7 @@ def export_piece(
     """
     wrapped = _Positional(module)
     symbolic = symbolic or [{0}] * len(example)
-    with torch.no_grad():
+    with torch.no_grad(), _use_lazy_graph_module(True):  # Graphs are read, and not called.
         program = torch.export.export(
             wrapped,
             tuple(example),

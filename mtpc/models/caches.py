@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,12 @@ from mtpc import ops
 from mtpc.errors import UnsupportedModelError
 from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
-from mtpc.models.image_inputs import ImageInputs
-from mtpc.models.key_shifts import KeyShifts
 from mtpc.ops.ragged import request_of
 from mtpc.step.records import Metadata
+
+if TYPE_CHECKING:
+    from mtpc.models.image_inputs import ImageInputs
+    from mtpc.models.key_shifts import KeyShifts
 
 _BY_LAYER = ". `verify` writes those of the target's layers, `propose` those of MTP layers"
 

@@ -81,9 +81,7 @@ def _slots(metadata: Metadata) -> Tensor:
     return slots[request]
 
 
-def image_inputs(pools: Mapping[str, Tensor], vocab_size: int) -> ImageInputs | None:
-    """The buffers of images among state by name; None if a step has none."""
-    if PROMPT_EMBEDS not in pools:
-        return None
+def image_inputs(pools: Mapping[str, Tensor], vocab_size: int) -> ImageInputs:
+    """The buffers of images among state by name."""
     offsets, kept = pools.get(ROPE_OFFSETS), pools.get(CHAIN_EMBEDS)
     return ImageInputs(vocab_size, pools[PROMPT_EMBEDS], offsets, kept)

@@ -11,20 +11,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from mtpc.layout.layers import LayerPattern
 from mtpc.models.hf import decoder_layers
 from mtpc.models.load import LoadedModel
-from mtpc.weights.grouped_recipes import GroupSpec
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupSpec
 
 _INDEX = "layer_idx"
 """transformers' name of a layer's number, which no two layers share."""
 
 
-SpecOf = Callable[[str], GroupSpec | None]
+SpecOf: TypeAlias = "Callable[[str], GroupSpec | None]"
 """The name of a weight -> how it is stored in groups; None for a plain one."""
 
 

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
-from mtpc.layout import CHAIN_EMBEDS, BufferSpec
+from mtpc.layout import CHAIN_EMBEDS, PROMPT_EMBEDS, BufferSpec
 from mtpc.layout.buffers import chain_specs
 from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
 from mtpc.models.derived import NO_ENTRIES, borrow, derive
@@ -31,8 +31,6 @@ from mtpc.models.hf import (
     model_class,
     rotary_of,
 )
-from mtpc.models.image_inputs import image_inputs
-from mtpc.models.key_shifts import KeyShifts
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.read_config import quiet_transformers, read_config
 from mtpc.models.refused_config import check_size, explaining, misshapen
@@ -204,11 +202,7 @@ class SteppedModel:
 
     def __init__(self, loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int):
         family, target, config = loaded.family, loaded.target, loaded.config
-        layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
-        images = image_inputs(pools, loaded.vocab_size)
-        parts, decoder = loaded.parts, target.get_decoder()
-        shifts = KeyShifts(decoder) if loaded.kv_cache_dtype and loaded.shifts_keys else None
-        pool = CachePool(layers, num_slots, family.cache_kinds, images, shifts)
+        parts, decoder, pool = loaded.parts, target.get_decoder(), _pool(loaded, pools, num_slots)
         self.target: nn.Module = parts.target(decoder, pool, family.wiring)
         self.target_head: nn.Module = parts.target_head(target, family.wiring)
         rotaries = [
@@ -240,6 +234,21 @@ class SteppedModel:
             fed = family.wiring.chaining == "target"
             self.drafting = TrueChaining(*says, feeds_target=fed, has_images=CHAIN_EMBEDS in pools)
         self.vocab_size = loaded.vocab_size
+
+
+def _pool(loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int) -> CachePool:
+    """The state of all layers."""
+    layers = {name: tensor for name, tensor in pools.items() if name.startswith("kv.")}
+    images, shifts = None, None
+    if PROMPT_EMBEDS in pools:
+        from mtpc.models.image_inputs import image_inputs  # Not above: few models take images.
+
+        images = image_inputs(pools, loaded.vocab_size)
+    if loaded.kv_cache_dtype and loaded.shifts_keys:
+        from mtpc.models.key_shifts import KeyShifts  # Not above: few caches hold codes.
+
+        shifts = KeyShifts(loaded.target.get_decoder())
+    return CachePool(layers, num_slots, loaded.family.cache_kinds, images, shifts)
 
 
 def load_planned(source: Any, plan: Plan, headers_only: bool = False) -> LoadedModel:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from inspect import Parameter, Signature
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
@@ -59,9 +61,14 @@ def written_by(reference: Any) -> tuple[str, ...]:
 
 def given_to(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name, defaults left out."""
-    overload: Any = node.target
-    names = (argument.name for argument in overload._schema.arguments)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**dict(zip(defaults_of(node.target), node.args, strict=False)), **node.kwargs}
+
+
+@cache
+def defaults_of(overload: Any) -> Mapping[str, Any]:
+    """The default of every argument of an operator overload by name, in the schema's order; None
+    for those that have none. Passes ask for each call again and again, and a schema is slow."""
+    return MappingProxyType({a.name: a.default_value for a in overload._schema.arguments})
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mtpc.capture.inline import add_attribute, all_same, fake_call, fake_mode_of
 from mtpc.capture.step_mode import fake_of
 from mtpc.errors import OptionError
 from mtpc.layout.progress import PassRecord
-from mtpc.ops.signatures import value_of
+from mtpc.ops.signatures import defaults_of, value_of
 from mtpc.ops.traits import traits_of
 from mtpc.weights.recipes import Recipe
 
@@ -224,8 +224,8 @@ def operands(node: Any, target: Any, count: int) -> tuple[Any, ...]:
     if all others are at their defaults. As many None for any other node, and for a call with
     another argument set."""
     values = list(arguments(node).values()) if is_call(node, target) else []
-    rest = target._schema.arguments[count:]
-    is_plain = all(v == a.default_value for v, a in zip(values[count:], rest, strict=False))
+    rest = [*defaults_of(target).values()][count:] if values else []
+    is_plain = values[count:] == rest
     return tuple(values[:count]) if values and is_plain else (None,) * count
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -13,9 +13,11 @@ from torch import Tensor, fx
 from mtpc.capture.graph import DRAFT_PIECES, StepGraph, arguments, get_tensor
 from mtpc.layout.specs import is_buffer_name
 from mtpc.passes.base import aten, emit, emit_weight, exchange, is_call, tidy
-from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
 from mtpc.weights.recipes import Grouped, Join, Packed, Recipe
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupSpec
 
 EXPERT_WEIGHTS = ("gate_up", "down")
 """Arguments of `mtpc::experts` that are stacks of weights."""

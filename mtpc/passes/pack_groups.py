@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -22,15 +22,17 @@ from mtpc.passes.linears import (
     weight_of,
 )
 from mtpc.weights.grouped import PACKED_INPUTS
-from mtpc.weights.grouped_recipes import GroupSpec
 from mtpc.weights.packing import TILE
+
+if TYPE_CHECKING:
+    from mtpc.weights.grouped_recipes import GroupSpec
 
 _WEIGHTS: Mapping[Any, tuple[str, ...]] = {
     torch.ops.aten.linear.default: ("weight",),
     torch.ops.mtpc.experts.default: EXPERT_WEIGHTS,
 }
 """Operators that have a counterpart on weights in groups -> the arguments that are weights."""
-SpecOf = Callable[[fx.Node, str, Tensor], GroupSpec | None]
+SpecOf: TypeAlias = "Callable[[fx.Node, str, Tensor], GroupSpec | None]"
 """(call, a weight's name, the weight) -> how the call is to read its codes, or None."""
 
 
@@ -158,7 +160,7 @@ def _place_embeddings(graph: StepGraph) -> int:
 
 def _place_biased_experts(graph: StepGraph) -> int:
     """Replace experts with biases whose checkpoint stores codes; returns how many."""
-    found = dict[fx.Node, Sequence[GroupSpec]]()
+    found: dict[fx.Node, Sequence[GroupSpec]] = {}
     for node in graph.graph.nodes:
         if not is_call(node, torch.ops.mtpc.biased_experts.default):
             continue

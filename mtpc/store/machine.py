@@ -7,8 +7,11 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata, util
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -16,7 +19,7 @@ import mtpc
 from mtpc.environment import cpu_level, cxx_compiler
 from mtpc.errors import CacheError
 from mtpc.store.key import hash_of
-from mtpc.store.sources import source_fields
+from mtpc.store.sources import own_sources
 
 COMPILER = "machine.compiler"
 """The only field that may be absent: without a compiler, entries of any compiler match."""
@@ -37,8 +40,8 @@ def environment_fields() -> dict[str, str]:
         "version.mtpc": mtpc.__version__,
         "version.transformers": metadata.version("transformers"),  # It is not imported.
         **torch_field(),
-        **source_fields(),
-        **modelling_field(),
+        **own_sources(),
+        **own_modelling(),
         "torch.default_dtype": str(torch.get_default_dtype()),
     }
 
@@ -46,6 +49,12 @@ def environment_fields() -> dict[str, str]:
 def torch_field() -> dict[str, str]:
     """torch's version, with its commit."""
     return {"version.torch": f"{torch.__version__} {torch.version.git_version[:12]}"}
+
+
+@cache
+def own_modelling() -> Mapping[str, str]:
+    """`modelling_field`, which this process reads once, as `own_sources`."""
+    return MappingProxyType(modelling_field())
 
 
 def modelling_field() -> dict[str, str]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 import mtpc
 from mtpc.errors import CacheError
@@ -32,6 +34,14 @@ _FOR_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE
 """What only type checkers import."""
 _IMPORTS_ALL = re.compile(r"members\(sys\.modules\[__name__\]|import_module\(f\"\{__name__\}\.")
 """A package whose source has one of these imports each of its modules, whatever their names."""
+
+
+@cache
+def own_sources() -> Mapping[str, str]:
+    """`source_fields` of the code that this process runs, which it reads once: a start asks three
+    times, and a copy of this process knows them. What is edited later is not what it has imported.
+    """
+    return MappingProxyType(source_fields())
 
 
 def source_fields(package: Path = PACKAGE) -> dict[str, str]:

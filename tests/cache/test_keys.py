@@ -27,7 +27,8 @@ from mtpc.layout import StepKey
 from mtpc.program.forecast import reasons
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import ANY, StepCache
-from mtpc.store.sources import ENTRIES, imports, source_fields, source_files
+from mtpc.store.machine import modelling_field, own_modelling
+from mtpc.store.sources import ENTRIES, imports, own_sources, source_fields, source_files
 from mtpc.weights.checkpoint import Checkpoint
 
 
@@ -293,6 +294,11 @@ def test_sources_that_are_not_found_are_refused(tmp_path: Path) -> None:
             path.unlink()
     with pytest.raises(CacheError, match="no files of the part 'kernels'"):
         source_fields(package)
+
+
+def test_what_a_process_keeps_of_the_sources_is_what_they_are() -> None:
+    assert own_sources() == source_fields()
+    assert own_modelling() == modelling_field()
 
 
 def test_modelling_code_that_is_not_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from mtpc.ops.experts import experts
 from mtpc.ops.fused import silu_and_mul
 from mtpc.ops.ragged import keep_rows
 from mtpc.ops.traits import Traits, largest_of, operator, with_features
-from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.grouped import pack_scales, raw_codes
 from mtpc.weights.packing import fill_packed, unpack
 
@@ -40,7 +39,8 @@ def pack_blocks(
         scales: [..., ceil(N / 32), scales of a row, 32], of the type's dtype of scales.
         zeros: minima, as the scales, where the type has them outside of super-blocks.
     """
-    from mtpc.weights.gguf.blocks import BLOCKS  # Not above: few models need it.
+    from mtpc.weights.block_rows import BlockRows  # Not above: few models need it.
+    from mtpc.weights.gguf.blocks import BLOCKS
 
     kind = next(each for each in BLOCKS.values() if each.name == block)
     weight = BlockRows(kind, raw).decoded()
