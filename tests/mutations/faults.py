@@ -1654,6 +1654,27 @@ FAULTS = (
         "cpu/test_blocks.py::test_products[1-sizes2-Q4_K]",
     ),
     Fault(
+        "products go on with the next row's block where their own next one follows",
+        f"{KERNELS}/grouped_products.cpp",
+        "step / kBlockSteps * all.stride_",
+        "step / kBlockSteps * kBlockGroups",
+        "cpu/test_blocks.py::test_products[9-sizes2-Q4_K]",
+    ),
+    Fault(
+        "a rounded register that crosses blocks is written to the first alone",
+        f"{KERNELS}/grouped_rows.h",
+        "if (here >= count) {",
+        "if (here >= 0) {",
+        "cpu/test_grouped.py::test_kernel_against_float64_and_the_reference",
+    ),
+    Fault(
+        "codes that products look up lose their upper halves",
+        f"{KERNELS}/grouped_products.cpp",
+        "look_up(Int4Codes::part<kPart>(codes), kIq4Table)",
+        "look_up(Int4Codes::part<0>(codes), kIq4Table)",
+        "cpu/test_blocks.py::test_products[9-sizes2-IQ4_NL]",
+    ),
+    Fault(
         "an embedding of codes takes the row beside",
         f"{KERNELS}/grouped_embedding.cpp",
         "numbers[i] % kFeatures, to",

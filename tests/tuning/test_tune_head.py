@@ -18,6 +18,7 @@ from helpers.killed import in_a_child, kill_at
 from helpers.word_model import word_checkpoint, write_text
 from safetensors.torch import load_file, save, save_file
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from mtpc.cli.main import main
 from mtpc.engine.stats import DraftCounts
@@ -264,6 +265,13 @@ def test_shards_and_dtype_are_kept(
     assert any(not torch.equal(t, tensors[n]) for n, t in written.items())
 
 
+in_a_fork = pytest.mark.skipif(
+    TorchVersion(torch.__version__) >= (2, 15),
+    reason="torch 2.15 has no gradients in a copy of a process that had some",
+)
+
+
+@in_a_fork
 @pytest.mark.parametrize("call", [1, 3])
 def test_a_killed_training_goes_on(
     call: int, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,6 +302,7 @@ def test_a_killed_training_goes_on(
         assert torch.equal(parameter, resumed[0].trained[name]), name
 
 
+@in_a_fork
 def test_a_killed_run_goes_on(
     tuning: Callable[..., Tuning], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
