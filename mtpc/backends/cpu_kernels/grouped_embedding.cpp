@@ -64,7 +64,7 @@ MTPC_OPERATOR Tensor grouped_embedding(
     const GroupedWeight tile = weight.from(numbers[i] / kFeatures);
     UnpackedPart part;
     for (int64_t first = 0; first < inputs; first += kUnpacked) {
-      dequantise(part.take(tile, first), numbers[i] % kFeatures, to + i * inputs + first);
+      dequantise(part.take(tile, first, true), numbers[i] % kFeatures, to + i * inputs + first);
     }
   });
   return out;

@@ -109,22 +109,19 @@ struct Int8Codes {
 #endif
 };
 
-#if defined(__AVX512F__)
 /// Eight inputs in 32 bits, which are places in a table.
-struct Iq4Codes {
+template <const Table& kTable>
+struct CodesOfTable {
   static constexpr int kParts = 2;
   static constexpr bool kIsNarrow = false, kTakesMany = false;
 
   template <int kPart>
   static Groups part(Groups codes) {
-    return look_up(Int4Codes::part<kPart>(codes), kIq4Table);
+    return look_up(Int4Codes::part<kPart>(codes), kTable);
   }
 
-  static Groups add(Groups sums, Groups codes, Groups x) { return add_quads(sums, codes, x); }
+  static Groups add(Groups sums, Groups codes, Groups x) { return Int4Codes::add(sums, codes, x); }
 };
-#else
-using Iq4Codes = Int8Codes;
-#endif
 
 /// Integer sums of rows' products with kBlock registers of a tile's features.
 template <class Codes, int kRows>
@@ -442,17 +439,20 @@ void multiply_float8(const GroupedRows& x, int64_t row, const GroupedWeight& til
 }
 
 template <int... kRows>
-constexpr std::array<MultiplyRows, 4> all_products(std::integer_sequence<int, kRows...>) {
+constexpr std::array<MultiplyRows, 5> all_products(std::integer_sequence<int, kRows...>) {
   constexpr int kMost = kMostGroupedRows;
+  using Iq4 = std::conditional_t<kLooksUp, CodesOfTable<kIq4Table>, Int8Codes>;
+  using E2m1 = std::conditional_t<kLooksUp, CodesOfTable<kE2m1Table>, Int8Codes>;
   return {{{multiply_codes<Int4Codes, std::min(kRows + 1, kMost)>...},
            {multiply_codes<Int8Codes, kRows + 1>...},
            {multiply_float8<std::min(kRows + 1, kMost)>...},
-           {multiply_codes<Iq4Codes, std::min(kRows + 1, kMost)>...}}};
+           {multiply_codes<Iq4, std::min(kRows + 1, kMost)>...},
+           {multiply_codes<E2m1, std::min(kRows + 1, kMost)>...}}};
 }
 
 }  // namespace
 
-constexpr std::array<MultiplyRows, 4> kMultiplyGrouped =
+constexpr std::array<MultiplyRows, 5> kMultiplyGrouped =
     all_products(std::make_integer_sequence<int, kMostWholeRows>{});
 
 }  // namespace mtpc

@@ -25,7 +25,7 @@ using MultiplyGrouped = void (*)(const GroupedRows&, int64_t, const GroupedWeigh
 using MultiplyRows = std::array<MultiplyGrouped, kMostWholeRows>;
 
 /// By the kind of codes. For more than kMostGroupedRows rows there are products of int8 only.
-extern const std::array<MultiplyRows, 4> kMultiplyGrouped;
+extern const std::array<MultiplyRows, 5> kMultiplyGrouped;
 
 /// How rows share passes over a tile.
 class Passes {
@@ -64,11 +64,10 @@ class Passes {
   int64_t most_;
 };
 
-/// Whether codes that products look up become bytes first, for registers of AMX.
-inline bool unpacks_for_registers([[maybe_unused]] int64_t rows,
-                                  [[maybe_unused]] const GroupForm& form) {
+/// Whether codes that products of vectors look up become bytes first, for registers of AMX.
+inline bool needs_bytes([[maybe_unused]] int64_t rows, [[maybe_unused]] const GroupedWeight& tile) {
 #if defined(__AMX_TILE__)
-  return form.kind == CodeKind::kIq4 && go_by_registers(rows, form);
+  return tile.is_looked_up() && go_by_registers(rows, tile.form);
 #else
   return false;
 #endif
@@ -91,7 +90,8 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
       for (int64_t r = 0; r < count; ++r) body(row + r, sums[r]);
     }
   };
-  if (!tile.is_packed() && !unpacks_for_registers(rows, tile.form)) {
+  const bool as_bytes = needs_bytes(rows, tile);
+  if (!tile.is_packed() && !as_bytes) {
     alignas(64) float sums[std::max(kMostRows, kMostWholeRows)][kFeatures];
     return go(passes.most(), sums, [&](int64_t row, int64_t count) {
       passes.multiply(x, row, count, tile, registers, sums);
@@ -101,7 +101,7 @@ void for_grouped_products(const GroupedRows& x, int64_t first, int64_t rows,
   UnpackedPart part;
   go(kMostOfPart, sums, [&](int64_t row, int64_t count) {
     for (int64_t input = 0; input < tile.form.inputs; input += kUnpacked) {
-      passes.multiply(x, row, count, part.take(tile, input), registers, sums);
+      passes.multiply(x, row, count, part.take(tile, input, as_bytes), registers, sums);
     }
   });
 }

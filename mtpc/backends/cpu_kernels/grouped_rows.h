@@ -13,7 +13,7 @@
 namespace mtpc {
 
 /// How products take codes.
-enum class CodeKind { kInt4, kInt8, kFloat8, kIq4 };
+enum class CodeKind { kInt4, kInt8, kFloat8, kIq4, kE2m1 };
 
 /// How weights store them; the last two are places in tables.
 enum class StoredCodes { kInt4, kInt5, kInt6, kInt8, kIq4, kE2m1, kFloat8 };
@@ -39,7 +39,7 @@ inline constexpr bool kBytesAsPairs = true;
 inline constexpr bool kBytesAsPairs = false;
 #endif
 
-/// Whether products look codes of kIq4 up themselves. With AVX2 their sums do not fit 16 bits.
+/// Whether products look up codes that are places in tables. With AVX2 sums would not fit 16 bits.
 inline constexpr bool kLooksUp = kVectorBytes == 64;
 
 /// Determines how rows are prepared: the kind of codes, the inputs that share a scale, and the zero
@@ -54,7 +54,7 @@ struct GroupForm {
 
   /// Groups of 32 bits of each feature.
   int64_t steps() const {
-    return inputs / (kind == CodeKind::kInt4 || kind == CodeKind::kIq4 ? 8 : 4);
+    return inputs / (kind == CodeKind::kInt8 || kind == CodeKind::kFloat8 ? 4 : 8);
   }
 
   /// Bytes that an input takes in a row.
@@ -80,11 +80,17 @@ struct GroupedWeight {
   const char* ahead = nullptr;  // of unpacked codes: memory to fetch while products use them
   int64_t ahead_bits = 8;       // of it for each code
 
-  /// Whether codes and scales must be made bytes and floats for products; see unpack.h.
+  /// Whether products take codes as they are stored, and do not need bytes.
+  bool keeps_codes() const {
+    if (is_looked_up()) return kLooksUp;
+    return stored == StoredCodes::kInt4 || bits == 8;
+  }
+
+  bool is_looked_up() const { return stored == StoredCodes::kIq4 || stored == StoredCodes::kE2m1; }
+
+  /// Whether codes must be made bytes, or scales floats; see unpack.h.
   bool is_packed() const {
-    const bool fits =
-        stored == StoredCodes::kInt4 || bits == 8 || (kLooksUp && stored == StoredCodes::kIq4);
-    return !fits || scale_type == ScalarType::Short || scale_bytes() == 1;
+    return !keeps_codes() || scale_type == ScalarType::Short || scale_bytes() == 1;
   }
 
   /// Rows of scales before those of groups.
@@ -121,7 +127,7 @@ inline bool read_codes(ScalarType codes, int64_t steps, int64_t inputs, GroupedW
     return fits;
   };
   if (weight.scale_bytes() == 1) {
-    return is(weight.bits == 4 && is_byte, StoredCodes::kE2m1, CodeKind::kInt8, kByteZero);
+    return is(weight.bits == 4 && is_byte, StoredCodes::kE2m1, CodeKind::kE2m1, kByteZero);
   }
   return is(weight.bits == 4 && is_byte, StoredCodes::kInt4, CodeKind::kInt4, 8) ||
       is(weight.bits == 5 && is_byte, StoredCodes::kInt5, CodeKind::kInt8, 16) ||
@@ -194,7 +200,7 @@ inline GroupedWeight grouped_weight(
     weight.has_mins = zeros->scalar_type() == type;
   }
   if (zeros || weight.has_mins) weight.form.zero = 1;
-  if (is_packed) weight.form.kind = CodeKind::kInt8;
+  if (!weight.keeps_codes()) weight.form.kind = CodeKind::kInt8;
   return weight;
 }
 

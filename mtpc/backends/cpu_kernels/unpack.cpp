@@ -210,19 +210,21 @@ void multiply_levels(const char* rows, const char* from, int64_t groups, float* 
 
 }  // namespace
 
-GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first) {
+GroupedWeight UnpackedPart::take(const GroupedWeight& tile, int64_t first, bool as_bytes) {
   GroupedWeight part = tile;
   part.form.inputs = std::min(kUnpacked, tile.form.inputs - first);
   part.first = first / tile.form.group;
-  const char* codes = tile.codes + first * tile.bits * kFeatures / 8;
-  kUnpackCodes[static_cast<int>(tile.stored)](codes, part.form.inputs, codes_);
-  // Fetched meanwhile, so that memory is busy while products are.
-  part.ahead = codes + kCodesAhead;
-  part.ahead_bits = tile.bits;
-  part.codes = codes_;
-  part.stored = StoredCodes::kInt8;
-  part.bits = 8;
-  part.form.kind = CodeKind::kInt8;
+  part.codes += first * tile.bits * kFeatures / 8;
+  if (as_bytes || !tile.keeps_codes()) {
+    kUnpackCodes[static_cast<int>(tile.stored)](part.codes, part.form.inputs, codes_);
+    // Fetched meanwhile, so that memory is busy while products are.
+    part.ahead = part.codes + kCodesAhead;
+    part.ahead_bits = tile.bits;
+    part.codes = codes_;
+    part.stored = StoredCodes::kInt8;
+    part.bits = 8;
+    part.form.kind = CodeKind::kInt8;
+  }
   if (tile.zeros) part.zeros = tile.zeros + part.first * kFeatures * tile.zero_bytes();
   if (tile.scale_type == ScalarType::Short) {
     const int64_t block = tile.scale_rows * kSuper / tile.form.inputs * kFeatures * sizeof(Half);

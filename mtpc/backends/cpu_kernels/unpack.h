@@ -14,8 +14,9 @@ inline constexpr int64_t kUnpacked = 2 * kSuper;
 class UnpackedPart {
  public:
   /// Unpacks a tile's inputs from `first` on, a multiple of kUnpacked; those of the tile's end may be
-  /// fewer. Returns them as a weight of one tile, which lives as long as this and the tile.
-  GroupedWeight take(const GroupedWeight& tile, int64_t first);
+  /// fewer. Returns them as a weight of one tile, which lives as long as this and the tile. Codes that
+  /// products take as stored stay where they are, but `as_bytes`.
+  GroupedWeight take(const GroupedWeight& tile, int64_t first, bool as_bytes);
 
  private:
   static constexpr int64_t kFewestOfGroup = 8;
