@@ -286,7 +286,7 @@ def test_folders_do_not_grow() -> None:
     assert LINES.keys() == found.keys(), f"LINES = {{\n{table}}}"
 
 
-BENCHMARK_LINES = 13_000
+BENCHMARK_LINES = 13_130
 """Most lines of Python below benchmarks. Lower it when they shrink."""
 
 
