@@ -230,7 +230,7 @@ class GroupedRows {
   int64_t block() const { return block_; }
 
   /// Bytes from a block of a row to its next one.
-  int64_t stride() const { return rows_ * block_; }
+  int64_t stride() const { return spaced(rows_ * block_); }
 
   /// The block of row r that a group begins.
   const char* row(int64_t r, int64_t group = 0) const {
