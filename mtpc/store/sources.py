@@ -38,8 +38,8 @@ _IMPORTS_ALL = re.compile(r"members\(sys\.modules\[__name__\]|import_module\(f\"
 
 @cache
 def own_sources() -> Mapping[str, str]:
-    """`source_fields` of the code that this process runs, which it reads once: a start asks three
-    times, and a copy of this process knows them. What is edited later is not what it has imported.
+    """`source_fields` of the code that this process runs, which it reads once: a start asks
+    twice, and a copy of this process knows them. What is edited later is not what it has imported.
     """
     return MappingProxyType(source_fields())
 
