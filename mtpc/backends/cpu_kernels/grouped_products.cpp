@@ -51,7 +51,6 @@ inline Groups add_quads(Groups sums, Groups a, Groups b) {
 /// Eight inputs in 32 bits: the first four in the lower halves of the bytes.
 struct Int4Codes {
   static constexpr int kParts = 2;
-  static constexpr bool kTakesMany = false;
 
   /// Whether sums of kFewSteps are widened before they are added to others.
   static constexpr bool kIsNarrow = kBytesAsPairs;
@@ -80,7 +79,7 @@ struct Int4Codes {
 
 /// Four inputs in 32 bits.
 struct Int8Codes {
-  static constexpr bool kIsNarrow = false, kTakesMany = true;
+  static constexpr bool kIsNarrow = false;
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
   static constexpr int kParts = 2;
@@ -113,7 +112,7 @@ struct Int8Codes {
 template <const Table& kTable>
 struct CodesOfTable {
   static constexpr int kParts = 2;
-  static constexpr bool kIsNarrow = false, kTakesMany = false;
+  static constexpr bool kIsNarrow = false;
 
   template <int kPart>
   static Groups part(Groups codes) {
@@ -266,7 +265,7 @@ class TileProduct {
     using Many = std::integral_constant<int64_t, 2 * kFewSteps>;
     if (steps_ == Few::value) {
       add_groups(Few{}, totals);
-    } else if (Codes::kTakesMany && steps_ == Many::value) {
+    } else if (std::is_same_v<Codes, Int8Codes> && steps_ == Many::value) {
       add_groups(Many{}, totals);
     } else if (steps_ <= kWindow) {
       add_groups(steps_, totals);

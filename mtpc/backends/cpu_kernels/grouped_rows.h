@@ -15,7 +15,7 @@ namespace mtpc {
 /// How products take codes.
 enum class CodeKind { kInt4, kInt8, kFloat8, kIq4, kE2m1 };
 
-/// How weights store them; the last two are places in tables.
+/// How weights store them; kIq4 and kE2m1 are places in tables.
 enum class StoredCodes { kInt4, kInt5, kInt6, kInt8, kIq4, kE2m1, kFloat8 };
 
 /// Inputs of a super-block, whose scales are small integers times a float16.
@@ -232,7 +232,8 @@ class GroupedRows {
   /// Bytes from a block of a row to its next one.
   int64_t stride() const { return spaced(rows_ * block_); }
 
-  /// The block of row r that a group begins.
+  /// The bytes of row r from a group on: of int8, of pairs of int16, or of floats; up to the block's
+  /// end they are adjacent.
   const char* row(int64_t r, int64_t group = 0) const {
     return at(r, group * form_.group * form_.input_bytes());
   }
