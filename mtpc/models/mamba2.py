@@ -38,8 +38,9 @@ class Mamba2(RecurrentLayer):
     def keeps(self) -> Recurrence:
         """Its state matrices, and the inputs of its convolution."""
         matrices = (self.num_heads, self.ssm_state_size, self.head_dim)
-        sizes = (self.conv_dim + self.num_heads, self.conv_kernel_size)
-        return Recurrence("Mamba-2", matrices, *sizes)
+        return Recurrence(
+            "Mamba-2", matrices, self.conv_dim + self.num_heads, self.conv_kernel_size
+        )
 
     def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
         """[1, T, H] -> [1, T, H]."""
@@ -50,20 +51,23 @@ class Mamba2(RecurrentLayer):
         out = self.recur(ops.mamba2_scan, rows, weights, options, self.n_groups)
         return self.out_proj(self._gated(out.flatten(1), gate))[None]
 
-    def _project(self, rows: Tensor) -> Any:
-        return self.in_proj(rows)
+    def _project(self, rows: Tensor) -> Tensor:
+        projected: Tensor = self.in_proj(rows)
+        return projected
 
-    def _gated(self, rows: Tensor, gate: Tensor) -> Any:
-        return self.norm(rows, gate)
+    def _gated(self, rows: Tensor, gate: Tensor) -> Tensor:
+        gated: Tensor = self.norm(rows, gate)
+        return gated
 
 
 class FalconMamba2(Mamba2):
     """That of Falcon-H1."""
 
-    def _project(self, rows: Tensor) -> Any:
-        return self.in_proj(rows * self.ssm_in_multiplier) * self.mup_vector[0]
+    def _project(self, rows: Tensor) -> Tensor:
+        projected: Tensor = self.in_proj(rows * self.ssm_in_multiplier) * self.mup_vector[0]
+        return projected
 
-    def _gated(self, rows: Tensor, gate: Tensor) -> Any:
+    def _gated(self, rows: Tensor, gate: Tensor) -> Tensor:
         if self.mamba_rms_norm:
             return super()._gated(rows, gate)
         return rows * nn.functional.silu(gate)
