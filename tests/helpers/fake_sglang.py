@@ -7,17 +7,17 @@ tests/peers runs the same plugin with SGLang itself.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from helpers import fake_sglang_layers as layers
+from helpers.fake_modules import fake_modules
 from helpers.sglang_scheduler import BaseSpecWorker, HybridPool, KVPool
 
 
@@ -380,18 +380,11 @@ def _modules() -> dict[str, dict[str, Any]]:
 @contextmanager
 def installed() -> Iterator[SimpleNamespace]:
     """The fake as `sglang`, for imports of mtpc's package; both are forgotten at the end."""
-    for name, parts in _modules().items():
-        for length in range(1, name.count(".") + 2):
-            parent = ".".join(name.split(".")[:length])
-            sys.modules.setdefault(parent, ModuleType(parent))
-        vars(sys.modules[name]).update(parts)
     try:
-        yield HOST
+        with fake_modules("sglang", _modules()):
+            yield HOST
     finally:
         HOST.backend, HOST.platform.is_hip, HOST.unified_kv_fp8 = None, False, False
         HOST.parallel.tp_group.all_gather = _alone
         HOST.arguments.speculative_algorithm, HOST.kernel.dsv4_attn_backend = "MTPC", "auto"
         SpeculativeAlgorithm.registered.clear()
-        for name in list(sys.modules):
-            if name.split(".")[0] == "sglang" or name.startswith("mtpc.integrations.sglang."):
-                del sys.modules[name]

@@ -9,15 +9,16 @@ a preempted request comes again; a fake runs either. tests/peers/vllm_steps.py r
 
 from __future__ import annotations
 
-import sys
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from helpers.fake_modules import fake_modules
 
 GREEDY_CHECK = "mtpc.integrations.vllm.step_requests:GreedyRequests"
 GREEDY: dict[str, Any] = dict(temperature=0, frequency_penalty=0, presence_penalty=0, min_tokens=0)
@@ -89,17 +90,8 @@ def _modules() -> dict[str, dict[str, Any]]:
 @contextmanager
 def installed() -> Iterator[None]:
     """The fake as `vllm`, for imports of mtpc's package; both are forgotten at the end."""
-    for name, parts in _modules().items():
-        for length in range(1, name.count(".") + 2):
-            parent = ".".join(name.split(".")[:length])
-            sys.modules.setdefault(parent, ModuleType(parent))
-        vars(sys.modules[name]).update(parts)
-    try:
+    with fake_modules("vllm", _modules()):
         yield
-    finally:
-        for name in list(sys.modules):
-            if name.split(".")[0] == "vllm" or name.startswith("mtpc.integrations.vllm."):
-                del sys.modules[name]
 
 
 def config(model: str, spec_tokens: int, context: int, seqs: int, page: int) -> SimpleNamespace:

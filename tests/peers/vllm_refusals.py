@@ -12,7 +12,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ASK = """
 from vllm import ModelRegistry
@@ -66,14 +69,21 @@ def check_refusals(directory: str) -> None:
     )
     for change, kind, message in cases:
         config = EngineArgs(**(usual | change)).create_engine_config()
-        try:
-            TracedMTP(vllm_config=config)
-        except kind as error:
-            said = str(error)
-        else:
-            raise AssertionError(f"{change} was accepted")
-        print(f"{change}: {said}", flush=True)
-        assert message in said, said
+        assert_refused(change, kind, message, partial(TracedMTP, vllm_config=config))
+
+
+def assert_refused(
+    asked: Any, kind: type[Exception], message: str, check: Callable[[], object]
+) -> None:
+    """Check that `check` raises an error of a kind, with such a message, and print it."""
+    try:
+        check()
+    except kind as error:
+        said = str(error)
+    else:
+        raise AssertionError(f"{asked} was accepted")
+    print(f"{asked}: {said}", flush=True)
+    assert message in said, said
 
 
 def check_steps(directory: str) -> None:
@@ -99,23 +109,16 @@ def check_steps(directory: str) -> None:
         ({"load_format": "dummy"}, "load_format dummy"),
         ({"max_model_len": -1}, "max_model_len -1"),
     )
+
+    def start(change: dict[str, Any]) -> None:
+        check_config(EngineArgs(**(usual | change)).create_engine_config())
+
     for change, message in cases:
-        try:
-            check_config(EngineArgs(**(usual | change)).create_engine_config())
-        except OptionError as error:
-            said = str(error)
-        else:
-            raise AssertionError(f"{change} was accepted")
-        print(f"{change}: {said}", flush=True)
-        assert message in said, said
+        assert_refused(change, OptionError, message, partial(start, change))
     validate_logits_processors_parameters([GREEDY], SamplingParams(temperature=0, max_tokens=4))
     for asked in ({"temperature": 1.0}, {"temperature": 0, "logprobs": 1}):
-        try:
-            validate_logits_processors_parameters([GREEDY], SamplingParams(**asked))
-        except VLLMValidationError as error:
-            print(f"{asked}: {error}", flush=True)
-        else:
-            raise AssertionError(f"{asked} was accepted")
+        check = partial(validate_logits_processors_parameters, [GREEDY], SamplingParams(**asked))
+        assert_refused(asked, VLLMValidationError, "", check)
 
 
 if __name__ == "__main__":
