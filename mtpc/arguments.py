@@ -43,6 +43,7 @@ class CompileArguments(TypedDict, total=False):
     max_logprobs: int
     token_mask: bool | None
     images: bool
+    hidden_state_layers: Iterable[int]
     verify_passes: bool
     strict: bool
     disabled_passes: Iterable[str]

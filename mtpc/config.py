@@ -21,6 +21,7 @@ from mtpc.option_checks import (
     check_directory,
     check_draft_vocab,
     check_drafter,
+    check_layers,
     check_names,
     check_spec_tokens,
     check_switch,
@@ -150,6 +151,9 @@ class CompileOptions:
         token_mask: with `sampling`, a mask for each token to choose (`batch.token_mask`), which
             grammars need. None is `sampling`, but False with synthetic acceptance.
         images: compile for prompts with images, of models with a vision tower; see docs/models.md.
+        hidden_state_layers: layers of the target whose inputs are kept beside the KV cache, and
+            handed out when a prompt ends (`Output.hidden_states`); their number stands for what
+            enters the final norm. Drafters are trained on them. Needs spec_tokens=0.
         verify_passes: verify values on fake tensors after every pass, not only after the last.
         strict: raise an error for every fallback instead of counting it in the stats.
         disabled_passes: names of optional passes to leave out.
@@ -288,6 +292,9 @@ class CompileOptions:
         False, "decoding", check_switch,
         "compile for prompts with images, of models with a vision tower", key=str, for_hosts=False,
     )
+    hidden_state_layers: Iterable[int] = option(
+        (), "decoding", check_layers, key=ids_text, for_hosts=False,
+    )
     verify_passes: bool = option(
         False, "debugging", check_switch, "check the graph with fake tensors after every pass",
     )
@@ -360,6 +367,11 @@ class CompileOptions:
         found["token_mask"] = can_mask if found["token_mask"] is None else found["token_mask"]
         if found["images"] and found["draft"] is not None:
             raise OptionError("images is True, and draft is set; expected one of them alone")
+        if found["hidden_state_layers"] and found["spec_tokens"]:
+            raise OptionError(
+                f"hidden_state_layers is set, and spec_tokens is {found['spec_tokens']}; expected "
+                "spec_tokens=0: hidden states are those of plain decoding"
+            )
         late = found["async_scheduling"] or not found["prefix_caching"]
         if found["kv_offload_dir"] is not None and late:
             raise OptionError(

@@ -193,6 +193,16 @@ def check_buckets(name: str, buckets: Any) -> tuple[int, ...]:
     return tuple(sorted(set(row)))
 
 
+def check_layers(name: str, layers: Any) -> tuple[int, ...]:
+    """Numbers of layers in ascending order without duplicates."""
+    row = _row(layers)
+    if row is None:
+        raise OptionError(f"{name} is {layers!r}; expected numbers of layers, such as (2, 12, 21)")
+    for layer in row:
+        check_int(name, layer, 0)
+    return tuple(sorted(set(row)))
+
+
 def check_tiers(name: str, tiers: Any) -> tuple[int, ...]:
     """Numbers of drafts in ascending order without duplicates."""
     row = _row(tiers)

@@ -106,6 +106,7 @@ class Plan(CompileOptions):
     token_mask: bool = field()
     disabled_passes: tuple[str, ...] = field()
     enabled_passes: tuple[str, ...] = field()
+    hidden_state_layers: tuple[int, ...] = field()
     draft_vocab: tuple[int, ...] = field()
     draft: str = field()
     wiring: Rules = field()

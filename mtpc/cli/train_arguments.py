@@ -35,7 +35,7 @@ def _add_training(
     add("--out", type=Path, required=True, metavar="OUT", help="the new directory")
     text = "a file of held-out text instead; repeatable"
     add("--held-out", action="append", default=[], type=Path, metavar="TEXT", help=text)
-    text = "number of texts whose last three quarters the model writes"
+    text = "most texts to train on; the model writes the last three quarters of each"
     drafts = "the most tokens that drafts learn: the model's most frequent ones on the texts"
     disk = "most bytes of what the model says of the texts; fewer texts are used for less"
     add_values(
@@ -46,7 +46,7 @@ def _add_training(
         ("--batch", positive, "N", "texts per step", 12),
         ("--length", positive, "N", "tokens of a text", length),
         ("--seed", whole, "N", "seed of the order of texts", 0),
-        ("--continuations", whole, "N", text, 1024),
+        ("--continuations", positive, "N", text, 2048),
         ("--prompts", positive, "N", "held-out prompts", 64),
         ("--vocabulary", positive, "N", drafts, 8192),
         ("--disk", positive, "BYTES", disk, 4 << 30),
@@ -55,4 +55,4 @@ def _add_training(
     add("-n", "--max-new-tokens", type=positive, default=64, metavar="N", help=text)
     add_switches(parser, ("--resume", "continue an interrupted run"))
     add_values(parser, ("--json", Path, "FILE", "write acceptance and losses as JSON"))
-    add_compile_options(parser, cache=True, spec_tokens="3", batch_buckets="16")
+    add_compile_options(parser, cache=True, spec_tokens="3", batch_buckets="32")

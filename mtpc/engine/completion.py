@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from mtpc.engine.request import FinishReason
 from mtpc.engine.stream import Output
 from mtpc.sampling_params import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class _Facts:
@@ -16,12 +20,14 @@ class _Facts:
         finish_reason: why it ended: "length", "stop" (a stop id or stop string), or "aborted" (by
             `Engine.abort`).
         logprobs: one entry per token if the parameters ask for log-probabilities, else None.
+        hidden_states: see `mtpc.engine.stream.Output`.
         first_token_s: seconds from the call to the first new token.
         total_s: seconds from the call to the end.
     """
 
     finish_reason: FinishReason = "aborted"
     logprobs: list[TokenLogprobs] | None = None
+    hidden_states: Tensor | None = None
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -67,6 +73,7 @@ class Collector:
         self._texts.append(output.text or "")
         if output.logprobs is not None:
             facts.logprobs = (facts.logprobs or []) + output.logprobs
+        facts.hidden_states = output.hidden_states
         facts.finish_reason = output.finish_reason or facts.finish_reason
 
     def completion(self) -> Completion | TokenCompletion:

@@ -14,6 +14,8 @@ from mtpc.engine.estimates import Acceptance
 from mtpc.sampling_params import SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mtpc.engine.grammar import Grammar
     from mtpc.engine.prompt_images import Key, PromptImages
 
@@ -81,6 +83,8 @@ class Request:
         acceptance: which of its drafts were accepted lately.
         output_ids: new tokens so far.
         logprobs: one entry per token of `output_ids`, if the request asked for them.
+        hidden_states: what the model kept of its tokens but the last one, [n - 1, F], once it has
+            ended by a step; None: nothing.
         finish_reason: why the request ended, or None.
         error: the exception of the request's grammar, a `ServingError`, or None.
         last: the last output that a step or an abort has decided, and the number of new tokens
@@ -116,6 +120,7 @@ class Request:
     acceptance: Acceptance = field(default_factory=Acceptance)
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden_states: Tensor | None = None
     finish_reason: FinishReason | None = None
     error: Exception | None = None
     last: tuple[int, StepOutput] | None = None

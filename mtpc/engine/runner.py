@@ -25,7 +25,7 @@ from mtpc.engine.scheduler import Scheduler, Turn
 from mtpc.engine.snapshots import SlotStates
 from mtpc.engine.stats import Stats
 from mtpc.engine.tiers import TierPolicy, from_json, to_json
-from mtpc.layout import STOP_REASONS, TEXT_IDS, StepKey
+from mtpc.layout import HIDDEN, STOP_REASONS, TEXT_IDS, StepKey
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 
@@ -68,6 +68,8 @@ class StepRunner:
 
             self.budgets = BudgetPolicy(options.shapes)
             self.budgets.use(program.tiers)
+        kept = (t for name, t in program.shared.items() if name.endswith(f".{HIDDEN}"))
+        self._hidden = next(kept, None)
         self._masks: GrammarRows | None = None
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
@@ -221,4 +223,7 @@ class StepRunner:
                     self.states.save_decoded(request)
                 self._scheduler.learn(request)
             if reason is not None:
+                if self._hidden is not None:  # Its pages are its own until it leaves.
+                    rows = self._hidden[request.pages].flatten(0, 1)
+                    request.hidden_states = rows[: request.num_tokens - 1].cpu()
                 self._outbox.leave(request)

@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mtpc.engine.engine import Engine
 from mtpc.engine.request import FinishReason, Request, StepOutput
 from mtpc.engine.text import TextAssembler
 from mtpc.errors import GrammarError, NumericsError, RequestError, ServingError
 from mtpc.sampling_params import TokenLogprobs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class Output:
         logprobs: one entry per token if the prompt's parameters ask for log-probabilities, else
             None.
         num_cached_tokens: tokens of the prompt that were reused and not prefilled.
+        hidden_states: with the last output and `hidden_state_layers`, the inputs of these layers at
+            each token of prompt and output but the last, [n - 1, layers * H]; None where a stop
+            string or an abort ended it.
     """
 
     index: int
@@ -40,6 +47,7 @@ class Output:
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
+    hidden_states: Tensor | None = None
 
 
 def assemble(
@@ -59,7 +67,7 @@ def assemble(
         if text.is_stopped:
             count, reason = text.num_tokens - before, "stop"
             ids, logprobs = ids[:count], None if logprobs is None else logprobs[:count]
-    return Output(index, ids, piece, reason, logprobs, cached)
+    return Output(index, ids, piece, reason, logprobs, cached, request.hidden_states)
 
 
 def check_served(output: Output, request: Request) -> None:

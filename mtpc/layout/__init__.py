@@ -17,6 +17,7 @@ from mtpc.layout.specs import (
     CHAIN_EMBEDS,
     DRAFT_CHANCES,
     DRAFT_COUNTS,
+    HIDDEN,
     HOST,
     IMAGE_STATE,
     LOGITS_STARTS,

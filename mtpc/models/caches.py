@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mtpc import ops
 from mtpc.errors import UnsupportedModelError
-from mtpc.layout import NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
+from mtpc.layout import HIDDEN, NO_SLOT, NULL_PAGE, SCRATCH_SLOT, STEP, BufferSpec, Writer
 from mtpc.layout.buffers import N, P, S, ring_pages
 from mtpc.ops.ragged import request_of
 from mtpc.step.records import Metadata
@@ -88,6 +88,11 @@ def paged_latent_specs(config: Any, layer: int, dtype: torch.dtype) -> tuple[Buf
 def paged_spec_of_latent(layer: int, dtype: torch.dtype, width: int) -> tuple[BufferSpec, ...]:
     """Page pool of latents with their rotated keys behind them, [N, P, width]."""
     return (paged_spec(f"kv.{layer}.latent", (P, width), dtype, f"latents by page{_BY_LAYER}"),)
+
+
+def hidden_spec(layer: int, dtype: torch.dtype, width: int) -> BufferSpec:
+    """Page pool of hidden states, [N, P, width]."""
+    return paged_spec(f"kv.{layer}.{HIDDEN}", (P, width), dtype, "hidden states by page")
 
 
 def slot_spec(
@@ -220,6 +225,17 @@ class PagedLatent:
         return out[None]
 
 
+@dataclass(frozen=True)
+class PagedRows:
+    """Page pool of hidden states, [N, P, F]."""
+
+    hidden: Tensor
+
+    def write(self, rows: Tensor, metadata: Metadata) -> None:
+        """Write the rows [T, F] of a step."""
+        ops.write_cache(self.hidden, rows.to(self.hidden.dtype), metadata.slot_mapping, None)
+
+
 LayerCache: TypeAlias = PagedKV | RingKV | PagedLatent
 """The cache of one attention layer: `write` stores the two tensors that the layer passes to its
 cache's `update`, and `attend` is the attention of query [1, N, T, D] to it, [1, T, N, D_v]."""
@@ -246,7 +262,7 @@ class CachePool(nn.Module):
     ):
         super().__init__()
         self.images, self.shifts = images, shifts
-        self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, *kinds)
+        self.num_slots, self.kinds = num_slots, (PagedKV, PagedLatent, PagedRows, *kinds)
         self.roles: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             _, layer, role = name.split(".")

@@ -29,6 +29,7 @@ from mtpc.models.hf import (
 from mtpc.models.read_config import describing
 from mtpc.models.rotary import check_rotary
 from mtpc.models.seams import StepContext, use_seams
+from mtpc.step.records import Metadata
 from mtpc.weights.checkpoint import DRAFT
 from mtpc.weights.paired_checkpoint import TOKEN_MAP, PairedCheckpoint
 
@@ -95,6 +96,20 @@ class CapturingTarget(HFTarget):
         captured = torch.cat([hidden[0] for hidden in self.captured], -1)
         self.captured.clear()
         return features, captured
+
+
+class KeepingTarget(CapturingTarget):
+    """The decoder over flat tokens, which keeps the captured rows in the pool's layer `index`."""
+
+    def __init__(self, index: int, layer_ids: tuple[int, ...], *given: Any):
+        super().__init__(layer_ids, *given)
+        self.index = index
+
+    def forward(self, ids: Tensor, *metadata: Tensor) -> Tensor:
+        features, captured = super().forward(ids, *metadata)
+        self.pool.layers()[self.index].write(captured, Metadata(*metadata))
+        kept: Tensor = features
+        return kept
 
 
 class DrafterLayer(MTPLayer):

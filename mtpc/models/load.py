@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mtpc.errors import CheckpointError, OptionError, UnsupportedModelError
 from mtpc.layout import CHAIN_EMBEDS, PROMPT_EMBEDS, BufferSpec
 from mtpc.layout.buffers import chain_specs
-from mtpc.models.caches import CODE_DTYPES, CachePool, quantised_pools
+from mtpc.models.caches import CODE_DTYPES, CachePool, hidden_spec, quantised_pools
 from mtpc.models.derived import NO_ENTRIES, borrow, derive
 from mtpc.models.families import MODULES, serving
 from mtpc.models.family import ModelFamily
@@ -60,6 +60,7 @@ class LoadedModel:
         headers: if tensors are memory without contents, the stored tensors behind them; else None.
         kv_cache_dtype: dtype of the codes in page pools of K and V; None is the model's own dtype.
         shifts_keys: whether codes of keys leave out what `KeyShifts` has; on GPUs they do not.
+        kept_layers: see `CompileOptions.hidden_state_layers`.
         stored: makes a rank's parts of weights, in whose places the modules have placeholders;
             None: the modules have all values, or none.
     """
@@ -74,6 +75,7 @@ class LoadedModel:
     headers: HeaderWeights | None = None
     kv_cache_dtype: torch.dtype | None = None
     shifts_keys: bool = True
+    kept_layers: tuple[int, ...] = ()
     stored: StoredWeights | None = field(default=None, repr=False)
 
     @property
@@ -131,6 +133,11 @@ class LoadedModel:
     def parts(self) -> StepParts:
         """How this model is stepped; without drafts, a target of a drafter is the usual one."""
         parts = self.family.parts or StepParts()
+        if self.kept_layers:
+            from mtpc.models.drafter import KeepingTarget  # Not above: few models keep any.
+
+            given = (self.config.num_hidden_layers, self.kept_layers)
+            return replace(parts, target=partial(KeepingTarget, *given))
         return StepParts() if parts.draft_entry and not self.mtp_layers else parts
 
     @property
@@ -175,8 +182,31 @@ class LoadedModel:
         """State buffers: of the target's layers, of the MTP layers, and of true chaining."""
         count = self.config.num_hidden_layers + len(self.mtp_layers)
         caches = (spec for layer in range(count) for spec in self.cache_specs(layer))
-        chain = chain_specs(self.chain_window, (self.config.hidden_size,), self.dtype)
-        return (*caches, *chain)
+        width = self.config.hidden_size
+        chain = chain_specs(self.chain_window, (width,), self.dtype)
+        if not self.kept_layers:
+            return (*caches, *chain)
+        return (*caches, hidden_spec(count, self.dtype, len(self.kept_layers) * width))
+
+    def keeping(self, layer_ids: tuple[int, ...]) -> LoadedModel:
+        """This model, which keeps the inputs of some layers; see `hidden_state_layers`.
+
+        Raises:
+            OptionError: it has no such layer.
+            UnsupportedModelError: it has not one residual stream.
+        """
+        layers = self.config.num_hidden_layers // self.family.caches_per_layer
+        if layer_ids and not 0 <= layer_ids[0] <= layer_ids[-1] <= layers:
+            raise OptionError(
+                f"hidden_state_layers is {layer_ids}; expected layers from 0 to {layers}, of which "
+                f"{layers} stands for the final norm"
+            )
+        if layer_ids and self.family.parts is not None:
+            raise UnsupportedModelError(
+                f"hidden_state_layers is {layer_ids}, and {self.family.name} has no residual "
+                "stream of one row; expected another target"
+            )
+        return replace(self, kept_layers=layer_ids)
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters and constant buffers by name; a tied tensor appears once."""
@@ -254,7 +284,7 @@ def _pool(loaded: LoadedModel, pools: Mapping[str, Tensor], num_slots: int) -> C
 def load_planned(source: Any, plan: Plan, headers_only: bool = False) -> LoadedModel:
     """Load a model as it is planned; see `load`."""
     given = (source, plan.dtype or None, plan.layer_drafts > 0, plan.wiring)
-    return load(*given, headers_only, plan.drafter)
+    return load(*given, headers_only, plan.drafter).keeping(plan.hidden_state_layers)
 
 
 def load(

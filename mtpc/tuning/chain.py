@@ -14,16 +14,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface
 
 from mtpc.backends.cpu_kernels.levels import chosen_level
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.caches import CachePool
-from mtpc.models.eagle3 import CapturingTarget, Eagle3Layer
-from mtpc.models.family import MTPWiring
-from mtpc.models.heads import final_norm_of, head_of, target_head
-from mtpc.models.hf import TextRotary, embedding_of, rotary_of, run_mtp_layer, stepped_decoder
+from mtpc.models.eagle3 import Eagle3Layer
+from mtpc.models.family import ModelFamily
+from mtpc.models.heads import final_norm_of, head_of
+from mtpc.models.hf import (
+    TextRotary,
+    decoder_layers,
+    embedding_of,
+    norm_after,
+    rotary_of,
+    run_mtp_layer,
+)
 from mtpc.models.load import LoadedModel, drafted, family_of, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.place import place
@@ -32,11 +37,6 @@ from mtpc.store.machine import cpu_flags
 from mtpc.tuning.products import ROUNDED_EXPERTS, rounded_experts
 from mtpc.weights.checkpoint import Checkpoint
 from mtpc.wiring import Rules
-
-_LOGIT_ROWS = 512
-"""Rows of the target's features whose logits are in memory at once."""
-_GROUP = 64
-"""Logits of a group of `_largest`."""
 
 
 class DraftRows:
@@ -146,88 +146,30 @@ def wide(x: Tensor) -> Tensor:
 
 
 class Teacher:
-    """A frozen target over whole texts: its features, and its most probable tokens.
+    """A frozen target, of which a drafter has embedding and head, and from which it begins.
 
     Args:
         checkpoint: holds the target's tensors.
-        wiring: rules of the drafter, which say what of the target it is fed.
-        layer_ids: layers whose inputs the drafter is fed, ascending; () feeds it the features.
         dtype: name of the dtype to load the weights in; None keeps the checkpoint's.
         device: the device to run on.
 
     Attributes:
         family: the target's, before a drafter changes it.
-        model: transformers' model, with its own attention and experts.
+        model: transformers' model.
 
     Raises:
         CheckpointError: see `mtpc.models.load.read_target`.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        wiring: MTPWiring,
-        layer_ids: tuple[int, ...] = (),
-        dtype: str | None = None,
-        device: str = "cpu",
-    ):
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None = None, device: str = "cpu"):
         self.family, self.device = family_of(checkpoint), torch.device(device)
         self.model = read_target(checkpoint, self.family, dtype).eval().requires_grad_(False)
         self.family.as_decoded(self.model)
         self.model.to(self.device)
-        decoder = self.model.get_decoder()
-        self._decoder: Any = stepped_decoder(decoder, wiring)
-        self._capturing: CapturingTarget | None = None
-        if layer_ids:
-            self._capturing = CapturingTarget(layer_ids, decoder, CachePool({}, 1), wiring)
-            self._decoder = self._capturing.decoder
-        self._head = target_head(self.model, wiring)
 
     @property
     def text_config(self) -> Any:
         return self.model.config.get_text_config(decoder=True)
-
-    @torch.no_grad()
-    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What the drafter is fed, and the target's features: ids [B, L] -> [B, L, F], [B, L, H].
-
-        Without `layer_ids` both are the same tensor.
-        """
-        captured = self._capturing.captured if self._capturing else []
-        captured.clear()
-        features = self._decoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
-        if self._capturing is None:
-            return features, features
-        fed = torch.cat(captured, -1)
-        captured.clear()
-        return fed, features
-
-    @torch.no_grad()
-    def most_probable(self, features: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The `count` most probable tokens after each row of features [T, H], the most probable
-        first: int32 ids and float32 log-probabilities, [T, count] each."""
-        found = [_largest(self._head(part).float(), count) for part in features.split(_LOGIT_ROWS)]
-        values, ids = (torch.cat(each) for each in zip(*found, strict=True))
-        return ids.int(), values
-
-
-def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids of the largest logits [T, V].
-
-    The largest are in the groups with the largest maxima, so few logits are sorted.
-    """
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    if logits.shape[-1] <= 4 * count * _GROUP:
-        values, ids = logits.topk(count)
-        return values - normaliser, ids
-    short = -logits.shape[-1] % _GROUP
-    groups = functional.pad(logits, (0, short), value=float("-inf")) if short else logits
-    groups = groups.unflatten(-1, (-1, _GROUP))
-    chosen = groups.amax(-1).topk(count).indices
-    inner = groups.gather(1, chosen[..., None].expand(-1, -1, _GROUP)).flatten(1)
-    values, places = inner.topk(count)
-    ids = chosen.gather(1, places // _GROUP) * _GROUP + places % _GROUP
-    return values - normaliser, ids
 
 
 class TrainedModel:
@@ -262,8 +204,7 @@ class TrainedModel:
         vocabulary: Tensor | None = None,
     ):
         family = drafted(teacher.family, checkpoint).wired(wiring)
-        if family.parts is not None and family.parts.draft_entry is None:
-            raise _no_gradient(family.name, "its MTP layer is fed residual streams")
+        self._cache = cache_kind(family, teacher.text_config)
         target: Any = share_model(teacher.model, {})
         ExpertsInterface.register(ROUNDED_EXPERTS, rounded_experts)
         for part in (target.config, target.config.get_text_config(decoder=True)):
@@ -272,7 +213,6 @@ class TrainedModel:
         loaded = LoadedModel(family, target, layers, (), str(checkpoint.directory), None, True)
         self.loaded = place(loaded.with_layers(spec_tokens), str(teacher.device))
         self.count, self._device = spec_tokens, teacher.device
-        self._cache = self._cache_kind()
         has_halves = self.loaded.dtype.itemsize == 2
         # Processors without AMX are of two kinds: on Intel's, products of the demo model's head
         # take 1.7 times as long in bfloat16.
@@ -332,29 +272,20 @@ class TrainedModel:
     def _chosen(self, weight: Tensor) -> Tensor:
         return weight if self._rows is None else weight[self._rows]
 
-    def _cache_kind(self) -> type[DraftRows]:
-        loaded = self.loaded
-        layer = loaded.config.num_hidden_layers
-        specs = loaded.family.cache_specs(loaded.config, layer, loaded.dtype)
-        roles = frozenset(spec.name.rpartition(".")[2] for spec in specs)
-        if roles not in CACHES:
-            raise _no_gradient(loaded.family.name, "its MTP layer attends by an indexer")
-        return CACHES[roles]
-
     def draft_states(self, ids: Tensor, fed: Tensor) -> Iterator[Tensor]:
         """The features of the K drafts, one draft after the other.
 
         Args:
             ids: int64 [B, L].
-            fed: [B, L, F], what `Teacher.read` gives.
+            fed: [B, L, F], inputs of the target's layers: of those that an EAGLE-3 head reads, or
+                of the final norm.
 
         Yields:
             [B, L - 1 - d, H] for draft d; row t drafts token t + d + 2.
         """
-        ids, entry = ids.to(self._device), self.loaded.parts.draft_entry
-        length, last = ids.shape[1], len(self.loaded.mtp_layers) - 1
-        fed = self._as_fed(fed.to(self._device))
-        first = fed = entry(self.loaded.mtp_layers[0])(fed) if entry else fed
+        ids, last = ids.to(self._device), len(self.loaded.mtp_layers) - 1
+        length = ids.shape[1]
+        first = fed = self._entered(fed.to(self._device))
         for depth in range(self.count):
             index = min(depth, last)
             if depth <= last:
@@ -364,6 +295,15 @@ class TrainedModel:
             rows = length - 1 - depth
             fed = self._run(index, ids[:, depth + 1 :], fed[:, :rows], depth - index, cache)
             yield fed
+
+    def _entered(self, fed: Tensor) -> Tensor:
+        """What the first draft is fed, of what is kept of the target."""
+        entry, decoder = self.loaded.parts.draft_entry, self.loaded.target.get_decoder()
+        if entry is not None:
+            return self._as_fed(entry(self.loaded.mtp_layers[0])(self._as_fed(fed)))
+        if self.loaded.family.wiring.first_features == "after":
+            fed = getattr(decoder, norm_after(decoder, decoder_layers(decoder)))(fed)
+        return self._as_fed(fed)
 
     def _run(self, index: int, ids: Tensor, fed: Tensor, chained: int, cache: DraftRows) -> Tensor:
         """Run one layer over rows [B, L]; row t is at position t + `chained`."""
@@ -401,8 +341,22 @@ class TrainedModel:
         return states, head
 
 
-def _no_gradient(family: str, reason: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"training has no gradient for {family}: {reason}; expected a family whose MTP "
+def cache_kind(family: ModelFamily, config: Any) -> type[DraftRows]:
+    """What replaces the cache of an MTP layer.
+
+    Raises:
+        UnsupportedModelError: the family's layers have no gradient here.
+    """
+    reason = ""
+    if family.parts is not None and family.parts.draft_entry is None:
+        reason = "its MTP layer is fed residual streams"
+    else:
+        specs = family.cache_specs(config, config.num_hidden_layers, torch.float32)
+        roles = frozenset(spec.name.rpartition(".")[2] for spec in specs)
+        if roles in CACHES:
+            return CACHES[roles]
+        reason = "its MTP layer attends by an indexer"
+    raise UnsupportedModelError(
+        f"training has no gradient for {family.name}: {reason}; expected a family whose MTP "
         "layers attend to all positions of their cache or window: docs/evaluation.md lists them"
     )

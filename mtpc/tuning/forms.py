@@ -20,7 +20,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.models.draft import with_mimo_layers
 from mtpc.models.eagle3 import ARCHITECTURES, LAYER_IDS, authors_layers
 from mtpc.models.families.mimo import MIMO
-from mtpc.models.family import NO_LAYERS, ModelFamily, MTPWiring
+from mtpc.models.family import ModelFamily
 from mtpc.models.hf import decoder_layers, norm_after, rotary_of
 from mtpc.models.mtp_layers import build_mtp_layer, stored_tensors
 from mtpc.tuning.chain import Teacher
@@ -39,12 +39,11 @@ class Form:
     """A format of drafters.
 
     Attributes:
-        wiring: family of the target -> rules that say which features the drafter is fed.
-        layer_ids: number of the target's layers -> those whose inputs it is fed, or ().
+        layer_ids: number of the target's layers -> those whose inputs the drafter is fed; () is
+            what enters the final norm.
         make: (teacher, draft vocabulary [V_d]) -> entries of config.json, and tensors.
     """
 
-    wiring: Callable[[ModelFamily], MTPWiring]
     layer_ids: Callable[[int], tuple[int, ...]]
     make: Callable[[Teacher, Tensor], Made]
 
@@ -169,8 +168,8 @@ def _norm(decoder: Any) -> Any:
 
 
 FORMS = {
-    "mtp": Form(lambda family: _mimo(family).wiring, lambda layers: (), _new_mtp),
-    "eagle3": Form(lambda family: NO_LAYERS, captured_layers, _new_eagle3),
+    "mtp": Form(lambda layers: (), _new_mtp),
+    "eagle3": Form(captured_layers, _new_eagle3),
 }
 
 

@@ -25,15 +25,14 @@ from mtpc.errors import CheckpointError, OptionError
 from mtpc.models.mtp_faults import MTPTensors, find_faults
 from mtpc.models.mtp_layers import tensors_as_stored
 from mtpc.plan import make_plan
-from mtpc.tuning.chain import Teacher, TrainedModel
+from mtpc.tuning.chain import Teacher, TrainedModel, cache_kind
 from mtpc.tuning.files import replacing, unreadable
 from mtpc.tuning.forms import FORMS, write_new_drafter
-from mtpc.tuning.store import CHUNK_ROWS, Chunks, TargetRows, row_bytes
+from mtpc.tuning.store import CHUNK_ROWS, MOST_PROBABLE, TargetRows, row_bytes, write_rows
 from mtpc.tuning.texts import (
     PROMPT_TOKENS,
     Limits,
     Texts,
-    continue_rows,
     known_tokens,
     measure_drafts,
     read_texts,
@@ -60,7 +59,7 @@ class Plan:
 
     Attributes:
         length: tokens of a training text.
-        continuations: the most training texts whose last three quarters the target writes.
+        continuations: the most training texts; the target writes the last three quarters of each.
         prompts: the most held-out prompts.
         new_tokens: tokens to decode after each held-out prompt.
         vocabulary: the most tokens that drafts learn: the target's most frequent ones.
@@ -132,7 +131,7 @@ class Tuning:
     ):
         refuse_existing(out)
         self._paths, self._held_out, self._out = list(texts), list(held_out), out
-        longest = max(plan.length, PROMPT_TOKENS + plan.new_tokens)
+        longest = max(plan.length + 1, PROMPT_TOKENS + plan.new_tokens)
         self._options = {"max_len": longest, "batch_buckets": (CHUNK_ROWS,), **options}
         parsed = mtpc.CompileOptions.parse(self._options)
         tiers = make_plan(parsed).tiers
@@ -154,18 +153,16 @@ class Tuning:
         if form is None:
             _refuse_what_cannot_be_tuned(self._checkpoint, parsed.dtype)
         read = MTPTensors.of(self._checkpoint)
-        layers = read.config.num_hidden_layers
-        self._layer_ids = FORMS[form].layer_ids(layers) if form else ()
-        rules = check_rules(parsed.wiring)
-        wiring = FORMS[form].wiring(read.family) if form else read.family.wired(rules).wiring
-        self._wiring = wiring
-        self._limits = self._room(read.config.hidden_size * wiring.streams(read.config))
+        if form is None:
+            cache_kind(read.family, read.config)  # Raises before the target writes for hours.
+        layers = read.config.num_hidden_layers // read.family.caches_per_layer
+        self._layer_ids = (FORMS[form].layer_ids(layers) if form else ()) or (layers,)
+        self._limits = self._room(read.config.hidden_size * len(self._layer_ids))
 
     def _room(self, width: int) -> Limits:
         """How much text the disk holds, of `width` features."""
         plan = self._plan
         dtype: torch.dtype = getattr(torch, self._parsed.dtype or self._checkpoint.dtype)
-        width *= len(self._layer_ids) or 1
         one = row_bytes(plan.length, width, dtype.itemsize)
         rows = plan.disk // one
         if rows < 2:
@@ -173,7 +170,7 @@ class Tuning:
                 f"disk is {plan.disk} bytes, and what the target says of one text of {plan.length} "
                 f"tokens takes {one}; expected {2 * one} at least"
             )
-        return Limits(plan.length, rows, HELD_OUT_ROWS, plan.prompts)
+        return Limits(known_tokens(plan.length), rows, HELD_OUT_ROWS, plan.prompts)
 
     def run(self, resume: bool = False) -> Tuned:
         """Run from the start, or continue an interrupted run.
@@ -194,17 +191,13 @@ class Tuning:
 
     def _run(self, resume: bool) -> Tuned:
         texts, before = self._prepare(resume)
+        source = TargetRows(self.directory, texts.rows)
+        if not source.is_whole:
+            self._write(source)
         self._tell("load the target")
         has_gpu = torch.cuda.is_available() and self._parsed.backend in ("auto", "cuda")
-        teacher = Teacher(
-            self._checkpoint,
-            self._wiring,
-            self._layer_ids,
-            self._parsed.dtype,
-            "cuda" if has_gpu else "cpu",
-        )
-        source = TargetRows(self.directory, texts.rows)
-        source.fill(teacher, lambda share: self._tell(f"the target reads the texts: {share:.0%}"))
+        device = "cuda" if has_gpu else "cpu"
+        teacher = Teacher(self._checkpoint, self._parsed.dtype, device)
         size = teacher.model.get_input_embeddings().weight.shape[0]
         frequent = source.frequent(self._plan.vocabulary, texts.held_out, size)
         drafted, vocabulary = self._drafted(teacher, frequent)
@@ -237,17 +230,28 @@ class Tuning:
         paired = PairedCheckpoint(self._checkpoint.directory, new)
         return paired, torch.tensor(paired.draft_vocab) if paired.draft_vocab else frequent
 
-    def _compiled(self, out: Path | None) -> mtpc.SpecModel:
-        """The model with its drafter, that of `out` if there is one; a new one begins without."""
-        checkpoint, options = self._checkpoint.directory, self._options
+    def _compiled(self, out: Path | None, **more: Any) -> mtpc.SpecModel:
+        """The model with its drafter, that of `out` if there is one."""
+        checkpoint, options = self._checkpoint.directory, {**self._options, **more}
         if self._form is None:
             checkpoint = out or checkpoint
-        else:
-            options = {**options, **({"draft": out} if out else {"spec_tokens": 0})}
+        elif out is not None:
+            options["draft"] = out
         return mtpc.compile(checkpoint, self._tell_stage, **options)
 
+    def _write(self, source: TargetRows) -> None:
+        """Let the target write the texts that are missing."""
+        kept = dict(hidden_state_layers=self._layer_ids, max_logprobs=MOST_PROBABLE, sampling=True)
+        model = self._compiled(None, spec_tokens=0, **kept)
+        what = f"the target writes {len(source)} texts"
+        source.fill(
+            lambda known: write_rows(model, known, self._plan.length),
+            lambda share: self._tell(f"{what}: {share:.0%}"),
+        )
+
     def _prepare(self, resume: bool) -> tuple[Texts, DraftCounts | None]:
-        """The texts and the acceptance before training, from an interrupted run or made now."""
+        """The beginnings of texts and the acceptance before training, from an interrupted run or
+        made now."""
         here = self.directory
         if here.exists() and not resume:
             raise OptionError(
@@ -255,42 +259,22 @@ class Tuning:
             )
         if resume and not here.exists():
             raise OptionError(f"there is no {here} to resume; expected that of an interrupted run")
-        settings, model = self._settings(), None
+        settings = self._settings()
         if (here / _PREPARED).is_file():
             texts, before = _read_prepared(here / _PREPARED, settings)
         else:
             self._tell("read the texts")
             source = self._checkpoint.directory
             served = ServedModel(str(source), 0, (), source)
-            texts = read_texts(self._paths, self._held_out, served, self._limits)
-            model, before = self._compiled(None), None
+            texts, before = read_texts(self._paths, self._held_out, served, self._limits), None
             if self._form is None:
                 self._tell(f"decode {len(texts.prompts)} held-out prompts")
-                before = self._measure(model, texts)
+                before = self._measure(self._compiled(None), texts)
             here.mkdir(exist_ok=True)
             _write_prepared(here / _PREPARED, texts, before, settings)
-        most = max(self._limits.rows, texts.held_out + 1)
-        texts = Texts(texts.rows[:most], texts.held_out, texts.prompts)
-        return self._continued(texts, model), before
-
-    def _continued(self, texts: Texts, model: mtpc.SpecModel | None) -> Texts:
-        """The texts, of which the target has written the rest of the first ones."""
-        count = min(self._plan.continuations, texts.trained)
-        count += texts.held_out if count else 0
-        written = Chunks(self.directory, "text", texts.rows[:count, : known_tokens(texts.rows)])
-        if not written.is_whole:
-            model = model or self._compiled(None)
-
-        def write(part: slice) -> dict[str, Tensor]:
-            assert model is not None
-            return {"ids": continue_rows(model, texts.rows[part])}
-
-        what = f"the target continues {count} of {len(texts.rows)} texts"
-        written.fill(write, lambda share: self._tell(f"{what}: {share:.0%}"))
-        rows = texts.rows.clone()
-        if count:
-            rows[:count] = written.get("ids", torch.arange(count))
-        return Texts(rows, texts.held_out, texts.prompts)
+        most = min(self._limits.rows, texts.held_out + self._plan.continuations)
+        rows = texts.rows[: max(most, texts.held_out + 1)]
+        return Texts(rows, texts.held_out, texts.prompts), before
 
     def _settings(self) -> dict[str, Any]:
         """The settings that must be the same when a run is resumed.

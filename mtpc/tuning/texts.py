@@ -25,7 +25,7 @@ PROMPT_TOKENS = 64
 _CHARACTERS = 16
 """Characters of a token, at most on average: a file is read no further than its rows need."""
 KNOWN_SHARE = 4
-"""If the target continues a text, it keeps the first 1/KNOWN_SHARE of it."""
+"""The target is given the first 1/KNOWN_SHARE of a text, and writes the rest."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Texts:
     """Token ids of a run.
 
     Attributes:
-        rows: int64 [M + N, L], held-out texts and then training ones, in no order: the first of
-            them stand for all.
+        rows: int64 [M + N, C], beginnings of held-out texts and then of training ones, in no order:
+            the first of them stand for all.
         held_out: M.
         prompts: int64 [M', P], beginnings of held-out text.
     """
@@ -50,10 +50,10 @@ class Texts:
 
 @dataclass(frozen=True)
 class Limits:
-    """How much text a run takes: rows of `length` tokens, of which texts with more are taken in
-    parts, evenly; held-out ones among them; and prompts, spread evenly over the held-out text."""
+    """How much text a run takes: rows of `known` tokens, spread evenly over the texts, held-out
+    ones among them; and prompts, spread evenly over the held-out text."""
 
-    length: int
+    known: int
     rows: int
     held_out: int
     prompts: int
@@ -68,7 +68,7 @@ def read_texts(
     Raises:
         RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.
     """
-    most = limits.rows * limits.length * _CHARACTERS
+    most = limits.rows * limits.known * _CHARACTERS
     known = [_encode(path, served, most) for path in paths]
     if held_out:
         unseen = [_encode(path, served, most) for path in held_out]
@@ -76,11 +76,11 @@ def read_texts(
         cuts = [len(ids) - len(ids) // HELD_OUT for ids in known]
         unseen = [ids[cut:] for ids, cut in zip(known, cuts, strict=True)]
         known = [ids[:cut] for ids, cut in zip(known, cuts, strict=True)]
-    rows = _cut(known, limits.length, "to learn from")
+    rows = _cut(known, limits.known, "to learn from")
     pieces = _cut(unseen, PROMPT_TOKENS, "held out")
     ids = pieces.flatten()
-    ids = ids.repeat(-(-limits.length // len(ids)))  # A short text is told again.
-    tests = ids[: len(ids) // limits.length * limits.length].view(-1, limits.length)
+    ids = ids.repeat(-(-limits.known // len(ids)))  # A short text is told again.
+    tests = ids[: len(ids) // limits.known * limits.known].view(-1, limits.known)
     tests = _spread(tests, max(1, min(limits.held_out, limits.rows // 2)))
     rows = _spread(rows, limits.rows - len(tests))
     rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
@@ -100,6 +100,11 @@ def _encode(path: Path, served: ServedModel, most: int) -> list[int]:
     return served.encode(text)
 
 
+def known_tokens(length: int) -> int:
+    """Tokens of a text of `length` that the target is given."""
+    return max(1, length // KNOWN_SHARE)
+
+
 def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
     """The concatenated texts as rows [N, length]; a rest at the end is dropped."""
     ids = [token for text in texts for token in text]
@@ -109,21 +114,6 @@ def _cut(texts: Sequence[list[int]], length: int, what: str) -> Tensor:
             f"the text {what} has {len(ids)} tokens; expected {length} at least: give more text"
         )
     return torch.tensor(ids[: count * length]).view(count, length)
-
-
-def known_tokens(rows: Tensor) -> int:
-    """Tokens of rows [N, L] that the target keeps when it continues them."""
-    return max(1, rows.shape[1] // KNOWN_SHARE)
-
-
-def continue_rows(model: SpecModel, rows: Tensor) -> Tensor:
-    """Let the target write the rest of rows [N, L], greedily, after the beginning of each.
-
-    In decoding, drafts follow text that the target has written, which may differ from the user's.
-    """
-    known = known_tokens(rows)
-    new = model.generate(rows[:, :known].tolist(), rows.shape[1] - known, ignore_eos=True)
-    return torch.cat([rows[:, :known], torch.tensor(new)], 1)
 
 
 def measure_drafts(model: SpecModel, prompts: Tensor, new_tokens: int) -> DraftCounts:

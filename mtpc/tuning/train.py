@@ -107,21 +107,28 @@ def draft_losses(model: TrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
     The loss of a draft is its cross-entropy to the target's distribution, not to the text's next
     token, because a draft is accepted if it is the target's choice. Of the distribution counts
     what is kept and is in the draft vocabulary. Where the target's choice is not, nothing is
-    learned, and the draft is wrong. Entry d of the acceptance is the share of rows in which
-    drafts 0 to d are all right.
+    learned, and the draft is wrong. Drafts of the text's beginning, of which the target says
+    nothing, do not count. Entry d of the acceptance is the share of rows in which drafts 0 to d
+    are all right.
     """
     places = model.places[rows.tokens.long()]
     shares = rows.logprobs.exp() * (places >= 0) * (places[..., :1] >= 0)
     shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-9)
     weights = [DEPTH_DECAY**depth for depth in range(model.count)]
     total, right = torch.zeros(()), []
-    common = rows.ids.shape[1] - model.count
+    # Row t of draft d drafts what the target says after token t + d + 1. It says nothing after the
+    # first `silent` tokens.
+    silent = rows.ids.shape[1] - places.shape[1]
+    begin = max(silent - 1, 0)
     for depth, states in enumerate(model.draft_states(rows.ids, rows.fed)):
-        given, head = model.head_rows(depth, states)
-        wanted = [each[:, depth + 1 :].flatten(0, 1).to(given.device) for each in (places, shares)]
+        start = max(silent - depth - 1, 0)
+        given, head = model.head_rows(depth, states[:, start:])
+        said = start + depth + 1 - silent
+        wanted = [each[:, said:].flatten(0, 1).to(given.device) for each in (places, shares)]
         loss, hits = HeadLoss.apply(given.flatten(0, 1), head, *wanted)
         total = total.to(loss.device) + weights[depth] / sum(weights) * loss
-        right.append(hits.unflatten(0, given.shape[:2])[:, :common])
+        hits = hits.unflatten(0, given.shape[:2])
+        right.append(hits[:, begin - start : rows.ids.shape[1] - model.count - start])
     return total, torch.stack(right).cumprod(0).float().mean((1, 2))
 
 
@@ -206,7 +213,7 @@ class Training:
         state: Path,
     ):
         self._model, self._source, self._schedule, self._state = model, source, schedule, state
-        self._held, self._count = torch.arange(held_out), len(source.ids) - held_out
+        self._held, self._count = torch.arange(held_out), len(source) - held_out
         self._masters = {name: wide(each.detach()) for name, each in model.trained.items()}
         self._optimizer = torch.optim.AdamW(
             self._masters.values(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True

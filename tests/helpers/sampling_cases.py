@@ -140,7 +140,7 @@ def make_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def compare_records(ours: Any, width: int = 3, dtype: torch.dtype = torch.float32) -> None:
     """Compare counts and reports of `ours` with the reference, for up to `width` emitted tokens."""
-    vocab = 50
+    vocab = 333  # More than a block of logits.
     logits = make_logits(4 * width, vocab, dtype, 5)
     ids = torch.randint(0, vocab, (4, width), generator=torch.Generator().manual_seed(1))
     ids[2] = ids[2, 0]

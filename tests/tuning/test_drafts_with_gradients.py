@@ -11,10 +11,10 @@ import torch
 from helpers.families import EVERY_FAMILY
 from helpers.oracles import DraftOracle
 from helpers.theorem import PROMPTS
+from helpers.told import told
 from torch.nn import functional
 
 from mtpc.errors import UnsupportedModelError
-from mtpc.models.load import family_of
 from mtpc.tuning.chain import Teacher, TrainedModel
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -38,7 +38,7 @@ def test_draft_logits_equal_the_oracle(
 ) -> None:
     """K = 4, beyond the layers of each; two texts in a batch, each with its oracle's drafts."""
     files = Checkpoint(checkpoint(family))
-    teacher = Teacher(files, family_of(files).wiring, dtype="float64")
+    teacher = Teacher(files, dtype="float64")
     model = TrainedModel(files, 4, teacher)
     page = DraftOracle(oracle(family)).page
     texts = [PROMPTS[9][:13], PROMPTS[10][:13]]
@@ -48,7 +48,7 @@ def test_draft_logits_equal_the_oracle(
         for text, found in zip(texts, wanted, strict=True)
     ]
     ids = torch.tensor(rows)
-    states = model.draft_states(ids, teacher.read(ids)[0])
+    states = model.draft_states(ids, told(teacher.model, ids).fed)
     for depth, state in enumerate(states):
         assert state.shape[:2] == (2, ids.shape[1] - 1 - depth)
         logits = functional.linear(*model.head_rows(depth, state))[:, 11]
@@ -60,4 +60,4 @@ def test_draft_logits_equal_the_oracle(
 def test_families_without_gradients(family: str, checkpoint: Callable[..., Path]) -> None:
     files = Checkpoint(checkpoint(family, "random"))
     with pytest.raises(UnsupportedModelError, match=f"no gradient for {family}: its MTP layer"):
-        TrainedModel(files, 3, Teacher(files, family_of(files).wiring))
+        TrainedModel(files, 3, Teacher(files))

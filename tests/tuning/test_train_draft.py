@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.killed import in_a_child, kill_at
+from helpers.told import told
 from helpers.word_model import word_checkpoint, write_text
 from safetensors.torch import load_file
 from transformers import AutoConfig
@@ -20,9 +21,12 @@ from mtpc.cli import train_arguments
 from mtpc.cli.main import main
 from mtpc.errors import CheckpointError, OptionError
 from mtpc.tuning import run as run_module
+from mtpc.tuning.chain import Teacher
 from mtpc.tuning.forms import FORMS
 from mtpc.tuning.run import Plan, Tuning
+from mtpc.tuning.store import write_rows
 from mtpc.tuning.train import Schedule, Training
+from mtpc.weights.checkpoint import Checkpoint
 
 PLAN = Plan(Schedule(6, None, 4, 1e-2, 0), 16, 20, 2, 8, vocabulary=64)
 MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "self_attn.q_proj"]
@@ -103,6 +107,27 @@ def test_the_command_trains_a_drafter(
     assert len(learned) in (0, 64)
 
 
+def test_the_target_writes_and_says_at_once(
+    words: Path, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Texts, what drafters are fed and what is probable, beside transformers' forward of them."""
+    layers = (2,)
+    model = mtpc.compile(
+        words, **{**options, "spec_tokens": 0}, max_len=32, hidden_state_layers=layers,
+        max_logprobs=64,
+    )  # fmt: skip
+    known = torch.tensor([[7, 8, 9], [40, 41, 42]])
+    rows = write_rows(model, known, 16)
+    target = Teacher(Checkpoint(words)).model
+    wanted = told(target, rows.ids, said=14)
+    assert torch.equal(rows.ids[:, :3], known)
+    assert torch.equal(rows.ids[:, 3:], rows.tokens[:, :-1, 0])
+    torch.testing.assert_close(rows.fed, wanted.fed, rtol=0, atol=1e-4)
+    torch.testing.assert_close(rows.logprobs, wanted.logprobs, rtol=0, atol=1e-4)
+    same = (rows.tokens[..., :8] == wanted.tokens[..., :8]).float().mean()
+    assert same > 0.95  # Equals may stand in another order.
+
+
 def test_a_list_of_other_tokens_is_refused(
     words: Path, training: Callable[..., Tuning], tmp_path: Path
 ) -> None:
@@ -129,7 +154,7 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(Training, "_step", interrupted)
     command = ["train-draft", str(words), str(text), "--out", str(tmp_path / "out")]
-    small = ["--length", "16", "--continuations", "0", "--prompts", "2"]
+    small = ["--length", "16", "--continuations", "4", "--prompts", "2"]
     cache = ["--backend", "cpu", "--cache-dir", str(options["cache_dir"])]
     assert main([*command, *small, *cache]) == 130
     assert "out.tuning keeps what was made: go on with --resume" in capsys.readouterr().err

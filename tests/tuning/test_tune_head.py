@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.bounded import full_disk
 from helpers.killed import in_a_child, kill_at
+from helpers.told import told
 from helpers.word_model import word_checkpoint, write_text
 from safetensors.torch import load_file, save, save_file
 from torch.nn import functional
@@ -23,11 +24,10 @@ from torch.torch_version import TorchVersion
 from mtpc.cli.main import main
 from mtpc.engine.stats import DraftCounts
 from mtpc.errors import CheckpointError, OptionError
-from mtpc.models.load import family_of
-from mtpc.tuning.chain import Teacher, TrainedModel, _largest
+from mtpc.tuning.chain import Teacher, TrainedModel
 from mtpc.tuning.products import ROUNDED_EXPERTS
 from mtpc.tuning.run import Plan, Tuning, _write_prepared
-from mtpc.tuning.store import Rows, TargetRows
+from mtpc.tuning.store import CHUNK_ROWS, Rows, TargetRows
 from mtpc.tuning.texts import Texts
 from mtpc.tuning.train import HeadLoss, Schedule, Training, draft_losses
 from mtpc.weights import shards
@@ -116,26 +116,18 @@ def test_the_command_trains_mtp_tensors_only(
     assert {name: t.dtype for name, t in old.items()} == {n: t.dtype for n, t in new.items()}
 
 
-def told(model: TrainedModel, teacher: Teacher, ids: torch.Tensor) -> Rows:
-    """What the target says of texts, as a run keeps it."""
-    fed, features = teacher.read(ids)
-    found = teacher.most_probable(features.flatten(0, 1), 64)
-    tokens, logprobs = (each.unflatten(0, ids.shape) for each in found)
-    return Rows(ids, fed, tokens, logprobs)
-
-
 def model_of(
     base: Path, count: int, dtype: str | None = None, vocabulary: torch.Tensor | None = None
 ) -> tuple[Teacher, TrainedModel]:
     files = Checkpoint(base)
-    teacher = Teacher(files, family_of(files).wiring, dtype=dtype)
+    teacher = Teacher(files, dtype=dtype)
     return teacher, TrainedModel(files, count, teacher, vocabulary=vocabulary)
 
 
 def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     """The target has none; of the layers, all but copies of embedding and head."""
     teacher, model = model_of(words, 3)
-    loss, right = draft_losses(model, told(model, teacher, torch.arange(32).view(2, 16)))
+    loss, right = draft_losses(model, told(teacher.model, torch.arange(32).view(2, 16)))
     loss.backward()
     assert right.shape == (3,)
     assert all(parameter.grad is None for parameter in model.loaded.target.parameters())
@@ -143,14 +135,19 @@ def test_gradients_reach_mtp_tensors_only(words: Path) -> None:
     assert unreached == []
 
 
-@pytest.mark.parametrize("size", [9001, 9024])
-def test_the_most_probable_tokens_are_those_of_all_logits(size: int) -> None:
-    """Of a vocabulary that is no multiple of a group, and of one that is; negative logits alone."""
-    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(3)) - 50
-    values, ids = _largest(logits, 30)
-    wanted = logits.log_softmax(-1).topk(30)
-    torch.testing.assert_close(values, wanted.values)
-    assert torch.equal(ids, wanted.indices)
+@pytest.mark.parametrize("said", [1, 9, 12, 15])
+def test_what_the_target_does_not_say_does_not_count(words: Path, said: int) -> None:
+    """Of the last positions alone: as of all, where the choices before are no drafts' tokens."""
+    teacher, model = model_of(words, 3, "float64", torch.arange(1, 96))
+    ids = torch.arange(32).view(2, 16)
+    whole = told(teacher.model, ids)
+    part = Rows(ids, whole.fed, whole.tokens[:, -said:], whole.logprobs[:, -said:])
+    whole.tokens[:, :-said, 0] = 0
+    losses, right = zip(*(draft_losses(model, rows) for rows in (part, whole)), strict=True)
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=1e-12)
+    rows = 16 - 3 - max(16 - said - 1, 0)
+    if rows > 0:
+        torch.testing.assert_close(right[0] * rows, right[1] * 13)
 
 
 @pytest.mark.parametrize("values", [33, 1 << 24])
@@ -200,7 +197,7 @@ def test_products_in_float32_of_weights_in_bfloat16(
     pairs = [model_of(base, 3, dtype, some) for dtype in ("bfloat16", "float32")]
     assert pairs[0][1].trained.keys() == pairs[1][1].trained.keys()
     ids = torch.arange(32).view(2, 16)
-    rows = told(pairs[0][1], pairs[0][0], ids)
+    rows = told(pairs[0][0].model, ids)
     assert rows.fed.dtype == torch.bfloat16
     found = [
         [
@@ -281,8 +278,9 @@ def test_a_killed_training_goes_on(
 
     def begin(name: str) -> tuple[TrainedModel, Training]:
         teacher, model = model_of(words, 2)
-        source = TargetRows(tmp_path, texts)
-        source.fill(teacher, lambda share: None)
+        source = TargetRows(tmp_path, texts[:, :3])
+        whole = iter(texts.split(CHUNK_ROWS))
+        source.fill(lambda known: told(teacher.model, next(whole)), lambda share: None)
         return model, Training(model, source, 2, PLAN.schedule, tmp_path / name)
 
     def train() -> None:

@@ -425,25 +425,62 @@ struct Report {
   int64_t count;
 };
 
+/// The largest of some values; NaN is not.
+template <class T>
+double largest(const T* x, int64_t count) {
+  using A = Accumulator<T>;
+  Vec<A> tops = Vec<A>{} - kInfinity<A>;
+  int64_t v = 0;
+  for (; v + kLanes<A> <= count; v += kLanes<A>) {
+    const Vec<A> values = load<A>(x + v);
+    tops = values > tops ? values : tops;
+  }
+  A top = max_lanes<A>(tops);
+  for (; v < count; ++v) top = std::max(top, static_cast<A>(x[v]));
+  return static_cast<double>(top);
+}
+
+/// The sum of e^(x - top).
+template <class T>
+double sum_of_powers(const T* x, int64_t count, double top) {
+  constexpr int64_t kN = kLanes<double>;
+  Vec<double> total{};
+  const auto add = [&](int64_t begin, int64_t lanes) {
+    Vec<double> values = Vec<double>{} + kOff;
+    for (int64_t i = 0; i < lanes; ++i) values[i] = static_cast<double>(x[begin + i]) - top;
+    total += exp(values);
+  };
+  int64_t begin = 0;
+  for (; begin + kN <= count; begin += kN) add(begin, kN);
+  add(begin, count - begin);
+  return sum_lanes<double>(total);
+}
+
 template <class T>
 void report_token(const T* x, int64_t vocabulary, int64_t chosen, const Report& to) {
-  double top = kOff, total = 0;
-  for (int64_t v = 0; v < vocabulary; ++v) top = std::max(top, static_cast<double>(x[v]));
-  for (int64_t v = 0; v < vocabulary; ++v) total += std::exp(static_cast<double>(x[v]) - top);
-  const double log_total = top + std::log(total);
+  constexpr int64_t kBlock = 64;
+  const double top = largest(x, vocabulary);
+  const double log_total = top + std::log(sum_of_powers(x, vocabulary, top));
   *to.logprob = static_cast<double>(x[chosen]) - log_total;
   const int64_t count = std::min(to.count, vocabulary);
   int64_t held = 0;  // The most probable so far, falling; the first of equals stands first.
-  for (int64_t v = 0; v < vocabulary; ++v) {
-    const double value = static_cast<double>(x[v]) - log_total;
-    if (held == count && !(value > to.logprobs[held - 1])) continue;
-    int64_t place = held < count ? held++ : held - 1;
-    for (; place > 0 && value > to.logprobs[place - 1]; --place) {
-      to.logprobs[place] = to.logprobs[place - 1];
-      to.ids[place] = to.ids[place - 1];
+  for (int64_t begin = 0; begin < vocabulary; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, vocabulary);
+    const auto is_in = [&](double value) {
+      return held < count || value > to.logprobs[held - 1];
+    };
+    if (count == 0 || !is_in(largest(x + begin, end - begin) - log_total)) continue;
+    for (int64_t v = begin; v < end; ++v) {
+      const double value = static_cast<double>(x[v]) - log_total;
+      if (!is_in(value)) continue;
+      int64_t place = held < count ? held++ : held - 1;
+      for (; place > 0 && value > to.logprobs[place - 1]; --place) {
+        to.logprobs[place] = to.logprobs[place - 1];
+        to.ids[place] = to.ids[place - 1];
+      }
+      to.logprobs[place] = value;
+      to.ids[place] = v;
     }
-    to.logprobs[place] = value;
-    to.ids[place] = v;
   }
 }
 

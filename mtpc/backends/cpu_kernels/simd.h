@@ -338,9 +338,21 @@ __attribute__((always_inline)) inline Vec<float> exp(Vec<float> x) {
   return x < -87.3f ? Vec<float>{} : p * reinterpret_cast<Vec<float>>(power);
 }
 
-inline Vec<double> exp(Vec<double> x) {
-  for (int i = 0; i < kLanes<double>; ++i) x[i] = std::exp(x[i]);
-  return x;
+/// The same of 64 bits: exactly 0 below -708.3, saturated above 709.4.
+__attribute__((always_inline)) inline Vec<double> exp(Vec<double> x) {
+  const Vec<double> clamped = x > 709.4 ? Vec<double>{} + 709.4 : x;
+  constexpr double kRounder = 6755399441055744.0;  // 1.5 * 2^52
+  const Vec<double> shifted = clamped * 1.4426950408889634 + kRounder;
+  const Vec<double> n = shifted - kRounder;
+  // The first part of log(2) has 32 bits, so that n times it is exact.
+  const Vec<double> r = (clamped - n * 0.693147180369123816490) - n * 1.90821492927058770002e-10;
+  Vec<double> p = r * (1.0 / 6227020800) + 1.0 / 479001600;
+  constexpr double kInverseFactorials[] = {
+      1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120,
+      1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
+  for (double c : kInverseFactorials) p = p * r + c;
+  const auto power = (reinterpret_cast<Mask<double>>(shifted) + 1023) << 52;
+  return x < -708.3 ? Vec<double>{} : p * reinterpret_cast<Vec<double>>(power);
 }
 
 /// e^x for x <= 0, in half the instructions: 2^n times a polynomial in base 2. One reduction in place

@@ -1,0 +1,97 @@
+"""`hidden_state_layers`: what enters layers of the target, beside transformers' own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.theorem import PROMPTS
+from helpers.told import layer_inputs
+
+import mtpc
+from mtpc.errors import OptionError, UnsupportedModelError
+from mtpc.models.load import family_of, read_target
+from mtpc.weights.checkpoint import Checkpoint
+
+
+def target(directory: Path) -> Any:
+    files = Checkpoint(directory)
+    model = read_target(files, family_of(files), "float64").eval()
+    family_of(files).as_decoded(model)
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen2", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("backend", ["cpu", "eager"])
+def test_they_are_what_enters_the_layers(
+    family: str, backend: str, checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """Of prompts in several chunks and in one, and of what is decoded; requests that join later."""
+    directory = checkpoint(family)
+    model = target(directory)
+    layers = (0, len(model.get_decoder().layers))
+    spec = mtpc.compile(
+        directory, spec_tokens=0, hidden_state_layers=layers, batch_buckets=(2,), max_len=80,
+        prefill_chunk=8, backend=backend, dtype="float64", cache_dir=cpu_cache,
+    )  # fmt: skip
+    prompts = [PROMPTS[9][:3], PROMPTS[10][:21], PROMPTS[11][:10]]
+    for prompt, done in zip(prompts, spec.generate(prompts, 7, ignore_eos=True), strict=True):
+        text = torch.tensor([[*prompt, *done][:-1]])
+        wanted, _ = layer_inputs(model, text, layers)
+        assert done.hidden_states is not None
+        torch.testing.assert_close(done.hidden_states, wanted[0], rtol=0, atol=1e-5)
+
+
+def test_they_outlive_reused_pages_and_preemption(
+    checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    """A prompt whose pages are in the prefix cache; and a pool too small for all requests."""
+    options = dict(spec_tokens=0, hidden_state_layers=[2], max_len=64, page_size=4, num_pages=20)
+    spec = mtpc.compile(
+        checkpoint("qwen2"), batch_buckets=(4,), backend="cpu", cache_dir=cpu_cache, **options
+    )
+    first = spec.generate([PROMPTS[9][:9]], 20, ignore_eos=True)[0]
+    several = spec.generate([[*PROMPTS[9][:9], *first[:12]]] * 4, 8, ignore_eos=True)
+    assert spec.stats.preemptions > 0
+    assert first.hidden_states is not None
+    for each in several:
+        assert list(each) == list(first[12:])
+        assert each.hidden_states is not None
+        torch.testing.assert_close(each.hidden_states, first.hidden_states, rtol=0, atol=1e-6)
+
+
+def test_an_end_that_no_step_decides_has_none(
+    checkpoint: Callable[..., Path], cpu_cache: Path
+) -> None:
+    spec = mtpc.compile(
+        checkpoint("qwen2"), spec_tokens=0, backend="cpu", max_len=64, cache_dir=cpu_cache
+    )
+    assert spec.generate([1, 2, 3], 4).hidden_states is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(spec_tokens=1), "spec_tokens is 1; expected spec_tokens=0"),
+        (dict(spec_tokens=0, hidden_state_layers=(99,)), r"\(99,\); expected layers from 0 to"),
+        (dict(spec_tokens=0, hidden_state_layers=3), "is 3; expected numbers of layers, such as"),
+        (dict(spec_tokens=0, hidden_state_layers=(-1,)), "is -1; expected an integer >= 0"),
+    ],
+)
+def test_what_is_refused(
+    options: dict[str, Any], message: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        mtpc.compile(
+            checkpoint("mimo"), **{"hidden_state_layers": (1,), **options}, cache_dir=tmp_path
+        )
+
+
+def test_residual_streams_are_not_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="deepseek_v4 has no residual stream of one"):
+        mtpc.compile(
+            checkpoint("deepseek_v4"), spec_tokens=0, hidden_state_layers=(0,), cache_dir=tmp_path
+        )
