@@ -143,7 +143,13 @@ class LoadedModel:
     @property
     def captures_layers(self) -> bool:
         """Whether the target hands out what enters some of its layers."""
-        return self.parts.draft_entry is not None
+        is_inner = min(self.kept_layers, default=self.num_layers) < self.num_layers
+        return is_inner or self.parts.draft_entry is not None
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the target."""
+        return int(self.config.num_hidden_layers) // self.family.caches_per_layer
 
     @property
     def has_draft_vocabulary(self) -> bool:
@@ -195,11 +201,10 @@ class LoadedModel:
             OptionError: it has no such layer.
             UnsupportedModelError: it has not one residual stream.
         """
-        layers = self.config.num_hidden_layers // self.family.caches_per_layer
-        if layer_ids and not 0 <= layer_ids[0] <= layer_ids[-1] <= layers:
+        if layer_ids and layer_ids[-1] > self.num_layers:
             raise OptionError(
-                f"hidden_state_layers is {layer_ids}; expected layers from 0 to {layers}, of which "
-                f"{layers} stands for the final norm"
+                f"hidden_state_layers is {layer_ids}; expected numbers up to {self.num_layers}, "
+                "which stands for the final norm"
             )
         if layer_ids and self.family.parts is not None:
             raise UnsupportedModelError(

@@ -76,7 +76,7 @@ def test_an_end_that_no_step_decides_has_none(
     ("options", "message"),
     [
         (dict(spec_tokens=1), "spec_tokens is 1; expected spec_tokens=0"),
-        (dict(spec_tokens=0, hidden_state_layers=(99,)), r"\(99,\); expected layers from 0 to"),
+        (dict(spec_tokens=0, hidden_state_layers=(99,)), r"\(99,\); expected numbers up to"),
         (dict(spec_tokens=0, hidden_state_layers=3), "is 3; expected numbers of layers, such as"),
         (dict(spec_tokens=0, hidden_state_layers=(-1,)), "is -1; expected an integer >= 0"),
     ],
