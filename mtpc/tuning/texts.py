@@ -68,7 +68,8 @@ def read_texts(
     Raises:
         RequestError: a file cannot be read, is empty, or there is less text than a row or a prompt.
     """
-    most = limits.rows * limits.known * _CHARACTERS
+    tokens = limits.rows * limits.known + HELD_OUT * limits.prompts * PROMPT_TOKENS
+    most = tokens * _CHARACTERS
     known = [_encode(path, served, most) for path in paths]
     if held_out:
         unseen = [_encode(path, served, most) for path in held_out]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from helpers.uncached import logits_of, target_features
 from mtpc.tuning.store import Rows
 
 
@@ -25,7 +26,7 @@ def layer_inputs(model: Any, ids: Tensor, layers: tuple[int, ...]) -> tuple[Tens
     handles = [
         watched[i].register_forward_pre_hook(note(i), with_kwargs=True) for i in sorted(layers)
     ]
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    logits = logits_of(model, target_features(model, ids))
     for handle in handles:
         handle.remove()
     return torch.cat([found[i] for i in sorted(layers)], -1), logits
