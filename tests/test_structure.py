@@ -248,17 +248,17 @@ def test_every_family_is_in_the_tables() -> None:
 
 
 LINES = {
-    ".": 2510,
+    ".": 2530,
     "backends": 14570,
     "capture": 1240,
     "certificate": 1510,
     "cli": 4360,
-    "engine": 5640,
+    "engine": 5660,
     "evaluation": 560,
     "host": 520,
     "integrations": 6060,
-    "layout": 1160,
-    "models": 8930,
+    "layout": 1170,
+    "models": 9000,
     "ops": 2530,
     "passes": 2420,
     "program": 4260,
@@ -266,7 +266,7 @@ LINES = {
     "server": 4070,
     "step": 2010,
     "store": 1150,
-    "tuning": 1740,
+    "tuning": 1670,
     "weights": 8760,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""

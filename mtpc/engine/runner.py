@@ -224,6 +224,6 @@ class StepRunner:
                 self._scheduler.learn(request)
             if reason is not None:
                 if self._hidden is not None:  # Its pages are its own until it leaves.
-                    rows = self._hidden[request.pages].flatten(0, 1)
-                    request.hidden_states = rows[: request.num_tokens - 1].cpu()
+                    kept = self._hidden[request.pages].flatten(0, 1)
+                    request.hidden_states = kept[: request.num_tokens - 1].cpu()
                 self._outbox.leave(request)

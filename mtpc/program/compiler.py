@@ -51,7 +51,8 @@ from mtpc.layout.buffers import (
 from mtpc.layout.open_sizes import shared_sizes
 from mtpc.layout.specs import is_buffer_name
 from mtpc.models.layer_pattern import find_pattern, with_first_layers
-from mtpc.models.load import LoadedModel, SteppedModel
+from mtpc.models.load import LoadedModel
+from mtpc.models.stepped import SteppedModel
 from mtpc.models.weight_recipes import stored_weights, weight_recipes
 from mtpc.passes import Pass, Verifier, run_pipeline
 from mtpc.passes.copy_layers import CopyLayers, LayersDiffer

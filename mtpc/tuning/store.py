@@ -83,9 +83,9 @@ class TargetRows:
         for chunk, known in enumerate(self._known.split(CHUNK_ROWS)):
             if not self._is_made(chunk, known):
                 tell(chunk * CHUNK_ROWS / len(self))
-                rows = {name: t.contiguous() for name, t in write(known)._asdict().items()}
+                rows = zip(Rows._fields, write(known), strict=True)
                 with replacing(self._path(chunk)) as scratch:
-                    save_tensors(rows, scratch)
+                    save_tensors({name: tensor.contiguous() for name, tensor in rows}, scratch)
 
     @property
     def is_whole(self) -> bool:

@@ -53,6 +53,15 @@ IN_THE_KEY: list[tuple[dict[str, Any], set[str]]] = [
         {"token_mask": True, "sampling": True, "max_logprobs": 9},
         {"options.sampling", "options.max_logprobs", "options.token_mask"},
     ),
+    (
+        {"hidden_state_layers": (1,), "spec_tokens": 0},
+        {
+            "options.hidden_state_layers",
+            "options.spec_tokens",
+            "step.spec_tokens",
+            "step.query_len",
+        },
+    ),
     ({"draft_vocab": 24}, {"options.draft_vocab"}),
     ({"draft": "copy"}, {"options.draft"}),
     ({"quantize": "int8"}, {"options.quantize"}),

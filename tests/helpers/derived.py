@@ -29,7 +29,8 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, C, M, N, P, S
 from mtpc.models import FAMILIES
-from mtpc.models.load import LoadedModel, SteppedModel, load
+from mtpc.models.load import LoadedModel, load
+from mtpc.models.stepped import SteppedModel
 from mtpc.step.records import Metadata
 
 CLASSES: dict[str, str] = {}

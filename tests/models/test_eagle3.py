@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import mtpc
 from mtpc.errors import CacheError, CheckpointError, MtpcError, OptionError, UnsupportedModelError
-from mtpc.models.load import SteppedModel, load
+from mtpc.models.load import load
+from mtpc.models.stepped import SteppedModel
 from mtpc.program.open_cache import checkpoint_fields, sample_digest
 from mtpc.weights.checkpoint import open_checkpoint
 

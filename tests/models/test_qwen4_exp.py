@@ -20,7 +20,8 @@ import mtpc
 from mtpc.errors import OptionError, UnsupportedModelError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, C, M, N, P, S
-from mtpc.models.load import SteppedModel, load
+from mtpc.models.load import load
+from mtpc.models.stepped import SteppedModel
 from mtpc.models.weight_recipes import weight_recipes
 from mtpc.weights.recipes import Join
 

@@ -21,7 +21,8 @@ import mtpc
 from mtpc.errors import OptionError
 from mtpc.layout import Layout
 from mtpc.layout.buffers import K_MAX, C, M, N, P, S
-from mtpc.models.load import LoadedModel, SteppedModel, load
+from mtpc.models.load import LoadedModel, load
+from mtpc.models.stepped import SteppedModel
 from mtpc.step.metadata import flat_metadata, starts_of
 from mtpc.step.records import Metadata
 
