@@ -53,14 +53,17 @@ def test_they_outlive_reused_pages_and_preemption(
     spec = mtpc.compile(
         checkpoint("qwen2"), batch_buckets=(4,), backend="cpu", cache_dir=cpu_cache, **options
     )
-    first = spec.generate([PROMPTS[9][:9]], 20, ignore_eos=True)[0]
-    several = spec.generate([[*PROMPTS[9][:9], *first[:12]]] * 4, 8, ignore_eos=True)
+    model = target(checkpoint("qwen2"))
+    begun = list(PROMPTS[9][:20])
+    first = spec.generate([begun], 4, ignore_eos=True)
+    prompts = [[*begun, *PROMPTS[11][:size]] for size in (1, 3, 5, 7)]
+    several = spec.generate(prompts, 12, ignore_eos=True)
     assert spec.stats.preemptions > 0
-    assert first.hidden_states is not None
-    for each in several:
-        assert list(each) == list(first[12:])
-        assert each.hidden_states is not None
-        torch.testing.assert_close(each.hidden_states, first.hidden_states, rtol=0, atol=1e-6)
+    assert spec.stats.reused_tokens > 0
+    for prompt, done in zip([begun, *prompts], [*first, *several], strict=True):
+        wanted, _ = layer_inputs(model, torch.tensor([[*prompt, *done][:-1]]), (2,))
+        assert done.hidden_states is not None
+        torch.testing.assert_close(done.hidden_states.double(), wanted[0], rtol=0, atol=1e-4)
 
 
 def test_an_end_that_no_step_decides_has_none(
