@@ -347,7 +347,6 @@ def cache_kind(family: ModelFamily, config: Any) -> type[DraftRows]:
     Raises:
         UnsupportedModelError: the family's layers have no gradient here.
     """
-    reason = ""
     if family.parts is not None and family.parts.draft_entry is None:
         reason = "its MTP layer is fed residual streams"
     else:

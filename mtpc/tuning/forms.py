@@ -39,8 +39,8 @@ class Form:
     """A format of drafters.
 
     Attributes:
-        layer_ids: number of the target's layers -> those whose inputs the drafter is fed; () is
-            what enters the final norm.
+        layer_ids: number of the target's layers -> those whose inputs the drafter is fed; the
+            number itself stands for the final norm.
         make: (teacher, draft vocabulary [V_d]) -> entries of config.json, and tensors.
     """
 
@@ -168,7 +168,7 @@ def _norm(decoder: Any) -> Any:
 
 
 FORMS = {
-    "mtp": Form(lambda layers: (), _new_mtp),
+    "mtp": Form(lambda layers: (layers,), _new_mtp),
     "eagle3": Form(captured_layers, _new_eagle3),
 }
 

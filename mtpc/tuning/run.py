@@ -156,7 +156,7 @@ class Tuning:
         if form is None:
             cache_kind(read.family, read.config)  # Raises before the target writes for hours.
         layers = read.config.num_hidden_layers // read.family.caches_per_layer
-        self._layer_ids = (FORMS[form].layer_ids(layers) if form else ()) or (layers,)
+        self._layer_ids = FORMS[form or "mtp"].layer_ids(layers)
         self._limits = self._room(read.config.hidden_size * len(self._layer_ids))
 
     def _room(self, width: int) -> Limits:
