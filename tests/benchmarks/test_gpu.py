@@ -97,7 +97,7 @@ def test_profile(tmp_path: Path) -> None:
     assert gpu.main(words) == 0
     rows = [row for row in _read(path) if row["part"] == "profile"]
     kernels = [int(row["kernels"]) for row in rows]
-    assert kernels[0] < min(kernels[1:])
+    assert kernels[0] == min(kernels) < min(kernels[1:3])  # Of those without passes.
     assert rows[2]["engine"] == f"{FUSED}, norms fused by Inductor"
     assert all(float(row["ms_device"]) > 0 and float(row["copy_gb_s"]) > 0 for row in rows)
 
