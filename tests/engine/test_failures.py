@@ -222,8 +222,19 @@ class Interrupts:
 
 
 def check_interrupts(session: Session, count: int) -> Counter[str]:
-    """Steps of which a third is interrupted at a random instruction, some twice."""
+    """Steps of which a third is interrupted at a random instruction, some twice: a trace ends with
+    the interrupt that it raises, so what mends the queues has one of its own."""
     engine, chance, interrupts = session.spec.engine, random.Random(count), Interrupts()
+    rebuild, again = engine._rebuild, list[int]()
+
+    def mend(cause: BaseException) -> list[Request]:
+        ran: list[Request] = []
+        moment = again.pop() if again else 0
+        if interrupts.during(lambda: ran.extend(rebuild(cause)), moment):
+            raise KeyboardInterrupt
+        return ran
+
+    engine._rebuild = mend  # type: ignore[method-assign]
     texts, hits, length = Texts(engine), 0, 4000  # Instructions of a step, as far as is known.
     while hits < count or engine.has_work:
         if hits < count and len(engine.waiting) + len(engine.running) < 4:
@@ -231,12 +242,12 @@ def check_interrupts(session: Session, count: int) -> Counter[str]:
             texts.add(prompt, new, session.plain.generate(prompt, new, stop=False))
         if hits < count and chance.random() < 0.35:
             moment = chance.choice((chance.randint(1, length), length - chance.randint(0, 700)))
+            again[:] = [chance.randint(1, 900)] * (chance.random() < 0.3)
             if interrupts.during(lambda: texts.take(engine.step()), max(1, moment)):
-                hits, length = hits + 1, int(1.05 * length)
-                if chance.random() < 0.3:  # In the next call, which mends what this one left.
-                    hits += interrupts.during(lambda: engine.abort(-1), chance.randint(1, 900))
+                hits, length = interrupts.interrupted.total(), int(1.05 * length)
             else:
                 length = interrupts.count
+            again.clear()
         else:
             texts.take(engine.step())
     session.check_empty()
