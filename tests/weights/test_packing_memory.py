@@ -136,3 +136,41 @@ def test_the_search_for_copied_heads_looks_at_heads_alone(tmp_path: Path) -> Non
     assert made[f"{copy} codes"] is made[f"{head} codes"]
     assert made[f"{own} codes"] is not made[f"{head} codes"]
     assert made[f"{layers[0]} codes"] is not made[f"{head} codes"]
+
+
+RECIPES = """
+import json, sys, torch
+from mtpc.weights.recipes import Blocks, Cast, Join, Packed, Rows, allocate, make
+held = {"a": torch.zeros(64, 8, dtype=torch.bfloat16), "b": torch.zeros(33, 8).bfloat16(),
+        "wide": torch.zeros(64, 8), "stack": torch.zeros(2, 64, 8, dtype=torch.bfloat16)}
+recipes = [
+    "a",
+    Cast("float32", "a"),
+    Join("cat", ("a", "b", "a")),
+    Join("cat", ("a", "wide")),
+    Join("stack", ("a", "a", "a")),
+    Join("cat_rows", ("stack", "stack")),
+    Rows(((0, 8), (40, 48)), "a"),
+    Rows(((2, 6),), "stack", -1),
+    Blocks(4, 2, 9, False, "a"),
+    Blocks(4, 2, 9, True, "stack"),
+    Packed(Rows(((0, 32), (70, 80)), Join("cat", ("a", "b")))),
+]
+forms = []
+for recipe in recipes:
+    room, made = allocate(recipe, held.__getitem__), make(recipe, held.__getitem__)
+    forms.append([[list(each.shape), str(each.dtype)] for each in (room, made)])
+print(json.dumps(forms))
+print(json.dumps([*{"torch._dynamo", "torch._inductor", "sympy"}.intersection(sys.modules)]))
+"""
+
+
+def test_room_for_weights_is_planned_without_compilers() -> None:
+    """Room has the form of what is made of a recipe; torch's compilers take a second to import."""
+    done = subprocess.run([sys.executable, "-c", RECIPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forms, heavy = map(json.loads, done.stdout.splitlines())
+    assert len(forms) > 10
+    for room, made in forms:
+        assert room == made
+    assert heavy == []
