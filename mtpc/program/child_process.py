@@ -169,13 +169,13 @@ def _do_job(pipe: Connection) -> None:
         jobs = 1
     caller = _Caller(pipe)
     try:
-        # Imported here, before the copy that makes the tokenizer, which needs transformers, too.
-        from mtpc.program.build import build
-        from mtpc.program.memory_plan import check_model
-
-        if not job.in_background:
-            check = partial(check_model, owns_buffers=job.owns_buffers)
         with keeping_tokenizer(job.plan.cache_dir, job.directory, jobs):
+            # Imported here: meanwhile another core makes the tokenizer.
+            from mtpc.program.build import build
+            from mtpc.program.memory_plan import check_model
+
+            if not job.in_background:
+                check = partial(check_model, owns_buffers=job.owns_buffers)
             plans, parts = (job.plan,), (job.ranks,)
             build(job.directory, plans, "fused", jobs, pipe.send, check, job.graphs, parts)
     except MtpcError as error:
