@@ -18,15 +18,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpc.backends import choose_backend
+from mtpc.environment import free_bytes
 from mtpc.layout import Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.layout.slot_state import snapshot_count
 from mtpc.plan import Plan
 from mtpc.program.open_cache import from_files, kernel_store
 from mtpc.program.open_steps import Opened, Prepared, Road
-from mtpc.program.processes import without_collections
+from mtpc.program.processes import WORKER, without_collections
 from mtpc.program.step_cache import OwnSteps, StepCache
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.packing import SharedPages
 
 if TYPE_CHECKING:
     from mtpc.backends import Backend
@@ -102,8 +104,13 @@ def built_in_child(road: Road[T], cache: StepCache | None) -> Prepared | None:
 
     directory, owns = road.source.directory.absolute(), road.wanted.owns_buffers
     ranks = None if road.ranks is None else road.ranks.place
-    job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks)
-    return road.look_up(cache) if build_in_child(job, cache, road.listener) else None
+    pages, early, free = SharedPages(), road.source.nbytes, free_bytes()
+    if free is None or free < 3 * early + 2 * WORKER:
+        early = 0  # Builders and the page cache need it more.
+    meanwhile = pages.taking_early(early)
+    job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks, early=early)
+    is_built = build_in_child(job, cache, road.listener, meanwhile)
+    return road.look_up(cache, pages) if is_built else None
 
 
 def build(road: Road[T], cache: StepCache | None, backend: Backend) -> Prepared:

@@ -1611,6 +1611,14 @@ FAULTS = (
         "weights/test_packing_memory.py::test_room_for_weights_is_planned_without_compilers",
     ),
     Fault(
+        "memory that is taken early and not used stays",
+        "weights/packing.py",
+        "memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)",
+        "pass",
+        "weights/test_packing_memory.py::"
+        "test_memory_that_is_taken_early_is_used_and_the_rest_given_back",
+    ),
+    Fault(
         "parts of inputs lose the factor of their row",
         "weights/grouped_recipes.py",
         "row, each = tensor[..., : form.row_bytes]",

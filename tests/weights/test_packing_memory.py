@@ -174,3 +174,40 @@ def test_room_for_weights_is_planned_without_compilers() -> None:
     for room, made in forms:
         assert room == made
     assert heavy == []
+
+
+EARLY = """
+from pathlib import Path
+import torch
+from mtpc.weights.packing import SharedPages
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+pages, before = SharedPages(), resident()
+steps = len([*pages.taking_early(320 << 20)])
+early = [pages.early >> 20]
+held = [pages.allocate((100 << 20,), torch.uint8).fill_(1), pages.allocate((30, 5), torch.float32)]
+used = resident() - before
+early.append(pages.early >> 20)
+pages.give_back()
+early.append(pages.early)
+held.append(pages.allocate((7 << 20,), torch.uint8))  # Of pages that are new.
+overlap = {each.untyped_storage().data_ptr() for each in held}
+print(*early, steps, used, resident() - before, int(held[0].sum() >> 20), len(overlap))
+"""
+
+
+def test_memory_that_is_taken_early_is_used_and_the_rest_given_back() -> None:
+    """In MiB: all is there before it is used, and of what is not used nothing stays."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *early, steps, used, left, written, memories = map(int, done.stdout.split())
+    if not steps:
+        pytest.skip("this system has no MADV_POPULATE_WRITE")
+    assert steps == 20
+    assert early == [320, 219, 0]
+    assert 320 <= used < 340
+    assert 100 <= left < 120
+    assert written == 100
+    assert memories == 2
