@@ -28,7 +28,6 @@ from mtpc.program.open_steps import Opened, Prepared, Road
 from mtpc.program.processes import WORKER, without_collections
 from mtpc.program.step_cache import OwnSteps, StepCache
 from mtpc.weights.checkpoint import Checkpoint
-from mtpc.weights.packing import SharedPages
 
 if TYPE_CHECKING:
     from mtpc.backends import Backend
@@ -101,15 +100,18 @@ def built_in_child(road: Road[T], cache: StepCache | None) -> Prepared | None:
     if cache is None or not isinstance(road.source, Checkpoint) or road.source.nbytes < LARGE:
         return None
     from mtpc.program.child_process import ChildJob, build_in_child  # Small ones are built here.
+    from mtpc.weights.early_pages import EarlyPages
 
     directory, owns = road.source.directory.absolute(), road.wanted.owns_buffers
     ranks = None if road.ranks is None else road.ranks.place
-    pages, early, free = SharedPages(), road.source.nbytes, free_bytes()
-    if free is None or free < 3 * early + 2 * WORKER:
+    free, nbytes = free_bytes(), road.source.nbytes
+    # The peak stays what it was: the largest tensor is mapped while the others have their memory.
+    early = nbytes - max(stored.nbytes for stored in road.source.stored.values())
+    if free is None or free < 3 * nbytes + 2 * WORKER:
         early = 0  # Builders and the page cache need it more.
-    meanwhile = pages.taking_early(early)
+    pages = EarlyPages(early)
     job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks, early=early)
-    is_built = build_in_child(job, cache, road.listener, meanwhile)
+    is_built = build_in_child(job, cache, road.listener, pages.taking())
     return road.look_up(cache, pages) if is_built else None
 
 

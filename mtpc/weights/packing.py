@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -30,9 +30,6 @@ _MAPPED_BYTES = 1 << 17
 """From so many bytes on, zeros are pages of their own."""
 _CHUNK_BYTES = 64 << 20
 """Memory that small weights share. What is never touched of it takes none."""
-_STEP_BYTES = 16 << 20
-_POPULATE_WRITE = 23
-"""Linux's advice MADV_POPULATE_WRITE, since 5.14: take memory from the system now."""
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 """Linux's flag of that name, which Python knows since 3.13; this is its value on x86 and ARM."""
 
@@ -144,49 +141,20 @@ class SharedPages:
     """Huge pages that weights share: small pages are read at half the speed, and a weight with
     pages of its own wastes a part of the last one."""
 
+    early = 0
+
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
-        self._early: tuple[mmap.mmap, int] | None = None
-        self._taken = 0
-
-    def taking_early(self, nbytes: int) -> Iterator[None]:
-        """Take so many bytes from the system before they are used, some at each step.
-
-        What a process touches first has to be zeroed, and in a virtual machine its host may have to
-        find it: that can take longer than to pack weights into it.
-        """
-        memory = map_memory(held_bytes(nbytes) + _HUGE_PAGE)
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
-        begin = -flat.data_ptr() % _HUGE_PAGE
-        self._chunk, self._used, self._early = flat[begin:][:nbytes], 0, (memory, begin)
-        with contextlib.suppress(OSError):  # An older system gives memory when it is touched.
-            for start in range(0, nbytes // _STEP_BYTES * _STEP_BYTES, _STEP_BYTES):
-                memory.madvise(_POPULATE_WRITE, begin + start, _STEP_BYTES)
-                self._taken = start + _STEP_BYTES
-                yield
-
-    @property
-    def early(self) -> int:
-        """Bytes that were taken early and are not used."""
-        return max(0, self._taken - self._used)
 
     def give_back(self) -> None:
-        """Give back what was taken early and is not used."""
-        if self._early is not None:
-            memory, begin = self._early
-            start = begin + -(-self._used // mmap.PAGESIZE) * mmap.PAGESIZE
-            self._chunk, self._used, self._early, self._taken = self._chunk[:0], 0, None, 0
-            with contextlib.suppress(OSError):  # A failure only costs memory.
-                memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
+        """Give back what `mtpc.weights.early_pages` has taken and nothing used."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As the function of that name; tensors of less than a chunk share pages."""
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        fits = self._used + nbytes <= len(self._chunk)
-        if nbytes < _LINE or not (fits or nbytes < _CHUNK_BYTES):
+        if not _LINE <= nbytes < _CHUNK_BYTES:
             return allocate(shape, dtype)
-        if not fits:
-            self.give_back()
+        if self._used + nbytes > len(self._chunk):
             self._chunk, self._used = allocate((_CHUNK_BYTES,), torch.uint8), 0
         flat = self._chunk[self._used :][:nbytes]
         self._used += -(-nbytes // _LINE) * _LINE

@@ -1612,8 +1612,8 @@ FAULTS = (
     ),
     Fault(
         "memory that is taken early and not used stays",
-        "weights/packing.py",
-        "memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)",
+        "weights/early_pages.py",
+        "self._memory.madvise(mmap.MADV_DONTNEED, start, len(self._memory) - start)",
         "pass",
         "weights/test_packing_memory.py::"
         "test_memory_that_is_taken_early_is_used_and_the_rest_given_back",

@@ -179,13 +179,13 @@ def test_room_for_weights_is_planned_without_compilers() -> None:
 EARLY = """
 from pathlib import Path
 import torch
-from mtpc.weights.packing import SharedPages
+from mtpc.weights.early_pages import EarlyPages
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
 
-pages, before = SharedPages(), resident()
-steps = len([*pages.taking_early(320 << 20)])
+pages, before = EarlyPages(320 << 20), resident()
+steps = len([*pages.taking()])
 early = [pages.early >> 20]
 held = [pages.allocate((100 << 20,), torch.uint8).fill_(1), pages.allocate((30, 5), torch.float32)]
 used = resident() - before
