@@ -261,13 +261,13 @@ LINES = {
     "models": 9000,
     "ops": 2530,
     "passes": 2420,
-    "program": 4260,
+    "program": 4290,
     "ranks": 870,
     "server": 4070,
     "step": 2010,
-    "store": 1150,
+    "store": 1160,
     "tuning": 1670,
-    "weights": 8760,
+    "weights": 8850,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""
 

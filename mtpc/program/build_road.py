@@ -18,13 +18,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mtpc.backends import choose_backend
+from mtpc.environment import free_bytes
 from mtpc.layout import Layout, Part, StepKey, graph_keys
 from mtpc.layout.progress import Listener, Progress, line_reporter
 from mtpc.layout.slot_state import snapshot_count
 from mtpc.plan import Plan
 from mtpc.program.open_cache import from_files, kernel_store
 from mtpc.program.open_steps import Opened, Prepared, Road
-from mtpc.program.processes import without_collections
+from mtpc.program.processes import WORKER, without_collections
 from mtpc.program.step_cache import OwnSteps, StepCache
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -99,11 +100,19 @@ def built_in_child(road: Road[T], cache: StepCache | None) -> Prepared | None:
     if cache is None or not isinstance(road.source, Checkpoint) or road.source.nbytes < LARGE:
         return None
     from mtpc.program.child_process import ChildJob, build_in_child  # Small ones are built here.
+    from mtpc.weights.early_pages import EarlyPages
 
     directory, owns = road.source.directory.absolute(), road.wanted.owns_buffers
     ranks = None if road.ranks is None else road.ranks.place
-    job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks)
-    return road.look_up(cache) if build_in_child(job, cache, road.listener) else None
+    free, nbytes = free_bytes(), road.source.nbytes
+    # The peak stays what it was: the largest tensor is mapped while the others have their memory.
+    early = nbytes - max(stored.nbytes for stored in road.source.stored.values())
+    if free is None or free < 3 * nbytes + 2 * WORKER:
+        early = 0  # Builders and the page cache need it more.
+    pages = EarlyPages(early)
+    job = ChildJob(directory, road.plan, road.graphs, owns, ranks=ranks, early=early)
+    is_built = build_in_child(job, cache, road.listener, pages.taking())
+    return road.look_up(cache, pages) if is_built else None
 
 
 def build(road: Road[T], cache: StepCache | None, backend: Backend) -> Prepared:

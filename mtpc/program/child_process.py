@@ -22,7 +22,7 @@ import threading
 import time
 from _thread import interrupt_main
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 BACKGROUND_NICE = 10
 """How far a build in the background gives way to the process that serves."""
 _POLL_S = 0.1
+NOTHING: Iterator[None] = iter(())
+"""No steps to do while a child builds."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class ChildJob:
         owns_buffers: whether state takes memory of this process; in the background it is there.
         in_background: whether the build gives way to the process that serves.
         ranks: whose part of the steps this is; None: the whole.
+        early: bytes for weights that this process takes meanwhile.
     """
 
     directory: Path
@@ -79,15 +82,19 @@ class ChildJob:
     owns_buffers: bool = True
     in_background: bool = False
     ranks: Ranks | None = None
+    early: int = 0
 
 
-def build_in_child(job: ChildJob, cache: StepCache, listener: Listener) -> bool:
+def build_in_child(
+    job: ChildJob, cache: StepCache, listener: Listener, meanwhile: Iterator[None] = NOTHING
+) -> bool:
     """Have what the cache lacks built into it.
 
     Args:
         job: what is to be there.
         cache: of its checkpoint and plan.
         listener: called with progress.
+        meanwhile: what this process does in short steps while it waits.
 
     Returns:
         Whether the cache has all of it now. It does not if the cache cannot be written, or if the
@@ -107,12 +114,15 @@ def build_in_child(job: ChildJob, cache: StepCache, listener: Listener) -> bool:
         build_kernels(cache.store, line_reporter(listener))
     except (CacheWriteError, BackendError):
         return False
-    _run_child(job, listener)
+    _run_child(job, listener, meanwhile=meanwhile)
     return True
 
 
 def _run_child(
-    job: ChildJob, listener: Listener, is_closed: Callable[[], bool] = lambda: False
+    job: ChildJob,
+    listener: Listener,
+    is_closed: Callable[[], bool] = lambda: False,
+    meanwhile: Iterator[None] = NOTHING,
 ) -> None:
     """Have a process do a job, until it is done or the caller has closed it. No process is left.
 
@@ -124,7 +134,8 @@ def _run_child(
         with suppress(OSError):  # It has died already; its status says how.
             pipe.send((torch.get_num_threads(), job))
         while not is_closed():
-            if not pipe.poll(_POLL_S):
+            is_idle = next(meanwhile, True)
+            if not pipe.poll(_POLL_S if is_idle else 0):
                 continue
             try:
                 event = pipe.recv()
@@ -169,13 +180,13 @@ def _do_job(pipe: Connection) -> None:
         jobs = 1
     caller = _Caller(pipe)
     try:
-        # Imported here, before the copy that makes the tokenizer, which needs transformers, too.
-        from mtpc.program.build import build
-        from mtpc.program.memory_plan import check_model
-
-        if not job.in_background:
-            check = partial(check_model, owns_buffers=job.owns_buffers)
         with keeping_tokenizer(job.plan.cache_dir, job.directory, jobs):
+            # Imported here: meanwhile another core makes the tokenizer.
+            from mtpc.program.build import build
+            from mtpc.program.memory_plan import check_model
+
+            if not job.in_background:
+                check = partial(check_model, owns_buffers=job.owns_buffers, early=job.early)
             plans, parts = (job.plan,), (job.ranks,)
             build(job.directory, plans, "fused", jobs, pipe.send, check, job.graphs, parts)
     except MtpcError as error:

@@ -230,9 +230,9 @@ def need_of_model(compiler: StepCompiler, owns_buffers: bool) -> HostNeed:
     return HostNeed(_copies(compiler), buffers)
 
 
-def check_model(compiler: StepCompiler, owns_buffers: bool) -> None:
+def check_model(compiler: StepCompiler, owns_buffers: bool, early: int = 0) -> None:
     """Refuse to build for a machine on which the result cannot run; see `HostNeed.check`."""
-    need_of_model(compiler, owns_buffers).check(compiler.plan, free_bytes())
+    need_of_model(compiler, owns_buffers).check(compiler.plan, free_bytes(), early)
 
 
 def _copies(compiler: StepCompiler) -> int:

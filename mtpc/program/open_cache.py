@@ -33,6 +33,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import hash_of
 from mtpc.weights.checkpoint import DRAFT, Checkpoint, open_checkpoint, stored_dtype
 from mtpc.weights.checkpoint_files import HOW_TO_DRAFT, MTP_COUNT_NAMES
+from mtpc.weights.packing import SharedPages
 from mtpc.weights.stored import StoredWeights
 from mtpc.weights.weights import Weights
 
@@ -248,12 +249,14 @@ def open_cache(
     return StepCache(EntryStore(plan.cache_dir), fields, plan, tell)
 
 
-def from_files(checkpoint: Checkpoint, steps: Steps) -> BuiltSteps:
-    """Built steps, to be bound to weights of a checkpoint's files."""
+def from_files(
+    checkpoint: Checkpoint, steps: Steps, pages: SharedPages | None = None
+) -> BuiltSteps:
+    """Built steps, to be bound to weights of a checkpoint's files, which are made in `pages`."""
     # Weights that were dequantised for tracing are gone, and notes must not count them.
     checkpoint.dequantised.clear()
-    stored = StoredWeights(checkpoint, {}, fill=fill_packed, fill_blocks=fill_blocks)
-    return BuiltSteps(steps, Weights(stored=stored))
+    stored = StoredWeights(checkpoint, {}, fill=fill_packed, fill_blocks=fill_blocks, pages=pages)
+    return BuiltSteps(steps, Weights(stored=stored), early=pages.early if pages else 0)
 
 
 def restore(
@@ -261,6 +264,7 @@ def restore(
     cache: StepCache,
     graphs: Graphs,
     parts: Sequence[StepCache | None] = (None,),
+    pages: SharedPages | None = None,
 ) -> BuiltSteps | None:
     """Steps of a checkpoint, if the cache has them all.
 
@@ -269,6 +273,7 @@ def restore(
         cache: of this checkpoint.
         graphs: which steps.
         parts: the caches of all ranks in order, with None for `cache`; `require_sha256` is for all.
+        pages: memory for weights, where there is some already.
 
     Returns:
         None where a step or the kernels are missing, and where only transformers can load the
@@ -304,7 +309,7 @@ def restore(
             "somebody else; `mtpc build` prints the digest of what it built"
         )
     load_library(kernels)
-    return from_files(checkpoint, steps)
+    return from_files(checkpoint, steps, pages)
 
 
 def pin_of(kernels: Entry | Path, *parts: Steps) -> str:

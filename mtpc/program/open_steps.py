@@ -33,6 +33,7 @@ from mtpc.program.program import BuiltSteps, need_of_steps
 from mtpc.program.step_cache import StepCache
 from mtpc.store.tokenizers import KeptTokenizers
 from mtpc.weights.checkpoint import Checkpoint
+from mtpc.weights.packing import SharedPages
 from mtpc.weights.served_model import ServedModel
 
 if TYPE_CHECKING:
@@ -200,11 +201,12 @@ class Road(Generic[T]):
 
         return open_built(self, cache)
 
-    def look_up(self, cache: StepCache | None) -> Prepared | None:
-        """All steps from the cache, or None if one is missing; transformers is not imported."""
+    def look_up(self, cache: StepCache | None, pages: SharedPages | None = None) -> Prepared | None:
+        """All steps from the cache, or None if one is missing; transformers is not imported. Their
+        weights are made in `pages`, where these are given."""
         if cache is None or not isinstance(self.source, Checkpoint):
             return None
-        found = restore(self.source, cache, self.graphs, self._caches_of_ranks())
+        found = restore(self.source, cache, self.graphs, self._caches_of_ranks(), pages)
         return None if found is None else self.of_files(found)
 
     def _caches_of_ranks(self) -> tuple[StepCache | None, ...]:
@@ -240,7 +242,7 @@ class Road(Generic[T]):
             made = self.wanted.bind(model)
         else:
             need = need_of_steps(built.steps, model.plan, self.wanted.owns_buffers)
-            need.check(model.plan, free_bytes())
+            need.check(model.plan, free_bytes(), built.early)
             made = self._bound_to_files(model)
         built.weights.check()
         if self.rest and cache is not None:

@@ -259,12 +259,14 @@ class BuiltSteps:
         weights: the program's weights, which are made when a step reads them.
         shared: tensors of state and caches; None if a program has to make its own.
         meet: called before a step runs for the first time: ranks compile at their own pace.
+        early: bytes that this process has taken for weights that are not made yet.
     """
 
     steps: Steps
     weights: Weights
     shared: Mapping[str, Tensor] | None = None
     meet: Callable[[], object] = lambda: None
+    early: int = 0
 
 
 @dataclass
@@ -417,18 +419,19 @@ class HostNeed:
     weights: int
     buffers: int
 
-    def check(self, plan: Plan, free: int | None) -> None:
+    def check(self, plan: Plan, free: int | None, early: int = 0) -> None:
         """Refuse a program that does not fit.
 
         Args:
             plan: as it is compiled.
             free: bytes that this process can still have; None if the system does not say.
+            early: bytes that it has taken for its weights already.
 
         Raises:
             CapacityError: it needs more.
         """
         need = self.weights + self.buffers + ALLOWANCE
-        if free is None or need <= free:
+        if free is None or need <= (free := free + early):
             return
         advice = "run it on a larger machine, which can start from what `mtpc build` makes here"
         if self.weights + ALLOWANCE < free:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -44,6 +44,11 @@ def own_sources() -> Mapping[str, str]:
     return MappingProxyType(source_fields())
 
 
+def kernels_field() -> dict[str, str]:
+    """The field of `source_fields` for the C++ code, read now, as a compiler would read it."""
+    return {f"source.{KERNELS}": _digest(_beside(_own_modules(), PACKAGE), PACKAGE)}
+
+
 def source_fields(package: Path = PACKAGE) -> dict[str, str]:
     """A digest of each part of mtpc that has a say in what is compiled.
 
@@ -54,14 +59,16 @@ def source_fields(package: Path = PACKAGE) -> dict[str, str]:
     Raises:
         CacheError: a part has no files, or an entry is not there.
     """
-    return {
-        f"source.{part}": hash_of(
-            data
-            for path in paths
-            for data in (str(path.relative_to(package)).encode(), path.read_bytes())
-        )
-        for part, paths in source_files(package).items()
-    }
+    files = source_files(package)
+    return {f"source.{part}": _digest(paths, package) for part, paths in files.items()}
+
+
+def _digest(paths: Sequence[Path], package: Path) -> str:
+    return hash_of(
+        data
+        for path in paths
+        for data in (str(path.relative_to(package)).encode(), path.read_bytes())
+    )
 
 
 def source_files(package: Path = PACKAGE) -> dict[str, list[Path]]:
@@ -71,12 +78,10 @@ def source_files(package: Path = PACKAGE) -> dict[str, list[Path]]:
         CacheError: see there.
     """
     parts: dict[str, list[Path]] = defaultdict(list)
-    reached = _reached(package)
+    reached = _own_modules() if package == PACKAGE else _reached(package)
     for name, path in sorted(reached.items()):
         parts[name.split(".")[1]].append(path)
-    folders = sorted({path.parent for path in reached.values()} - {package})
-    files = (path for folder in folders for path in sorted(folder.iterdir()))
-    parts[KERNELS] = [path for path in files if path.is_file() and path.suffix != ".py"]
+    parts[KERNELS] = _beside(reached, package)
     empty = [part for part, paths in parts.items() if not paths]
     if empty:
         raise CacheError(f"{package} has no files of the part {empty[0]!r} of mtpc's sources")
@@ -128,6 +133,19 @@ def _reached(package: Path) -> dict[str, Path]:
         if _IMPORTS_ALL.search(source):
             waiting += [(other, True) for other in modules if other.startswith(f"{name}.")]
     return reached
+
+
+@cache
+def _own_modules() -> Mapping[str, Path]:
+    """`_reached` of the code that this process runs, which it looks for once."""
+    return MappingProxyType(_reached(PACKAGE))
+
+
+def _beside(modules: Mapping[str, Path], package: Path) -> list[Path]:
+    """The files beside modules that are not Python."""
+    folders = sorted({path.parent for path in modules.values()} - {package})
+    files = (path for folder in folders for path in sorted(folder.iterdir()))
+    return [path for path in files if path.is_file() and path.suffix != ".py"]
 
 
 def _modules(package: Path) -> Iterator[tuple[str, Path]]:

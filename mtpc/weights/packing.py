@@ -141,8 +141,13 @@ class SharedPages:
     """Huge pages that weights share: small pages are read at half the speed, and a weight with
     pages of its own wastes a part of the last one."""
 
+    early = 0
+
     def __init__(self) -> None:
         self._chunk, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def give_back(self) -> None:
+        """Give back what `mtpc.weights.early_pages` has taken and nothing used."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As the function of that name; tensors of less than a chunk share pages."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from operator import index
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -204,16 +205,30 @@ def _plain(recipe: Recipe, read: Callable[[Recipe], Tensor]) -> Tensor:
 def shape_of(recipe: Recipe, tensor_of: TensorOf) -> tuple[list[int], torch.dtype]:
     """Shape and dtype of the tensor of a recipe that packs nothing; no value is read.
 
+    It is arithmetic, because torch's `cat` imports its compilers for tensors without memory.
+
     Raises:
         TypeError: the recipe packs something.
     """
-
-    def form(name: str) -> Tensor:
-        held = tensor_of(name)
-        return held if held.is_meta else torch.empty_like(held, device="meta")
-
-    made = _plain(recipe, Held(form).read)
-    return [*made.shape], made.dtype
+    if isinstance(recipe, str):
+        held = tensor_of(recipe)
+        return [*held.shape], held.dtype
+    if isinstance(recipe, (Packed, Grouped)):
+        raise TypeError("a packed weight cannot be joined or packed again")
+    (shape, dtype), *more = [shape_of(part, tensor_of) for part in parts_of(recipe)]
+    if isinstance(recipe, Cast):
+        return shape, getattr(torch, recipe.dtype)
+    if isinstance(recipe, Rows):
+        shape[recipe.dim] = sum(stop - start for start, stop in recipe.runs)
+    elif isinstance(recipe, Blocks):
+        matrix = [recipe.stop - recipe.start, shape[-1]]
+        shape = [recipe.count, *(matrix[::-1] if recipe.transposed else matrix)]
+    elif recipe.op == "stack":
+        shape = [1 + len(more), *shape]
+    else:
+        dim = 0 if recipe.op == "cat" else 1
+        shape[dim] += sum(other[dim] for other, _ in more)
+    return shape, reduce(torch.promote_types, (other for _, other in more), dtype)
 
 
 def allocate(

@@ -61,7 +61,8 @@ class StoredWeights:
     """The weights of a model that its checkpoint explains: by name recipes over its tensors.
 
     It may store copies of those in `ends`, embeddings and heads. `fill` packs a weight, and
-    `fill_blocks` rows as a file has them; None if they are decoded first.
+    `fill_blocks` rows as a file has them; None if they are decoded first. `pages` are memory for
+    what is made.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class StoredWeights:
         ends: Iterable[str] = (),
         fill: Fill = fill_packed,
         fill_blocks: FillBlocks | None = None,
+        pages: SharedPages | None = None,
     ):
-        self._checkpoint, self._pages = checkpoint, SharedPages()
+        self._checkpoint, self._pages = checkpoint, pages or SharedPages()
         self._packer = Packer(fill, fill_blocks, self._pages.allocate)
         self._recipes, self._ends = dict(recipes), set(ends)
         self._finite: dict[Recipe, bool] = {}
@@ -158,11 +160,13 @@ class StoredWeights:
         return held if may_be else None
 
     def check(self) -> None:
-        """Check the tensors that were read so far: all of them, once the steps are bound.
+        """Check the tensors that were read so far: all of them, once the steps are bound. Memory
+        that they did not need is given back.
 
         Raises:
             CheckpointError: tensors hold NaN or infinity.
         """
+        self._pages.give_back()
         bad = {next(names(part)): None for part, finite in self._finite.items() if not finite}
         refuse_not_finite([*bad], str(self._checkpoint.directory))
 

@@ -28,7 +28,14 @@ from mtpc.program.forecast import reasons
 from mtpc.program.open_cache import open_cache
 from mtpc.program.step_cache import ANY, StepCache
 from mtpc.store.machine import modelling_field, own_modelling
-from mtpc.store.sources import ENTRIES, imports, own_sources, source_fields, source_files
+from mtpc.store.sources import (
+    ENTRIES,
+    imports,
+    kernels_field,
+    own_sources,
+    source_fields,
+    source_files,
+)
 from mtpc.weights.checkpoint import Checkpoint
 
 
@@ -307,6 +314,7 @@ def test_sources_that_are_not_found_are_refused(tmp_path: Path) -> None:
 
 def test_what_a_process_keeps_of_the_sources_is_what_they_are() -> None:
     assert own_sources() == source_fields()
+    assert kernels_field().items() <= source_fields().items()
     assert own_modelling() == modelling_field()
 
 

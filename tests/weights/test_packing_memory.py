@@ -136,3 +136,78 @@ def test_the_search_for_copied_heads_looks_at_heads_alone(tmp_path: Path) -> Non
     assert made[f"{copy} codes"] is made[f"{head} codes"]
     assert made[f"{own} codes"] is not made[f"{head} codes"]
     assert made[f"{layers[0]} codes"] is not made[f"{head} codes"]
+
+
+RECIPES = """
+import json, sys, torch
+from mtpc.weights.recipes import Blocks, Cast, Join, Packed, Rows, allocate, make
+held = {"a": torch.zeros(64, 8, dtype=torch.bfloat16), "b": torch.zeros(33, 8).bfloat16(),
+        "wide": torch.zeros(64, 8), "stack": torch.zeros(2, 64, 8, dtype=torch.bfloat16)}
+recipes = [
+    "a",
+    Cast("float32", "a"),
+    Join("cat", ("a", "b", "a")),
+    Join("cat", ("a", "wide")),
+    Join("stack", ("a", "a", "a")),
+    Join("cat_rows", ("stack", "stack")),
+    Rows(((0, 8), (40, 48)), "a"),
+    Rows(((2, 6),), "stack", -1),
+    Blocks(4, 2, 9, False, "a"),
+    Blocks(4, 2, 9, True, "stack"),
+    Packed(Rows(((0, 32), (70, 80)), Join("cat", ("a", "b")))),
+]
+forms = []
+for recipe in recipes:
+    room, made = allocate(recipe, held.__getitem__), make(recipe, held.__getitem__)
+    forms.append([[list(each.shape), str(each.dtype)] for each in (room, made)])
+print(json.dumps(forms))
+print(json.dumps([*{"torch._dynamo", "torch._inductor", "sympy"}.intersection(sys.modules)]))
+"""
+
+
+def test_room_for_weights_is_planned_without_compilers() -> None:
+    """Room has the form of what is made of a recipe; torch's compilers take a second to import."""
+    done = subprocess.run([sys.executable, "-c", RECIPES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    forms, heavy = map(json.loads, done.stdout.splitlines())
+    assert len(forms) > 10
+    for room, made in forms:
+        assert room == made
+    assert heavy == []
+
+
+EARLY = """
+from pathlib import Path
+import torch
+from mtpc.weights.early_pages import EarlyPages
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+pages, before = EarlyPages(320 << 20), resident()
+steps = len([*pages.taking()])
+early = [pages.early >> 20]
+held = [pages.allocate((100 << 20,), torch.uint8).fill_(1), pages.allocate((30, 5), torch.float32)]
+used = resident() - before
+early.append(pages.early >> 20)
+pages.give_back()
+early.append(pages.early)
+held.append(pages.allocate((7 << 20,), torch.uint8))  # Of pages that are new.
+overlap = {each.untyped_storage().data_ptr() for each in held}
+print(*early, steps, used, resident() - before, int(held[0].sum() >> 20), len(overlap))
+"""
+
+
+def test_memory_that_is_taken_early_is_used_and_the_rest_given_back() -> None:
+    """In MiB: all is there before it is used, and of what is not used nothing stays."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *early, steps, used, left, written, memories = map(int, done.stdout.split())
+    if not steps:
+        pytest.skip("this system has no MADV_POPULATE_WRITE")
+    assert steps == 20
+    assert early == [320, 219, 0]
+    assert 320 <= used < 340
+    assert 100 <= left < 120
+    assert written == 100
+    assert memories == 2

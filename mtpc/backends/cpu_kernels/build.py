@@ -16,7 +16,7 @@ from mtpc.store.entries import Entry, EntryStore
 from mtpc.store.key import Fields, digest, hash_of
 from mtpc.store.lookup import KERNELS, find
 from mtpc.store.machine import COMPILER, cpu_flags, machine_fields, torch_field
-from mtpc.store.sources import source_fields
+from mtpc.store.sources import kernels_field
 
 LIBRARY, RUNNER = "libmtpc_cpu.so", "libmtpc_runner.so"
 RUNNER_FLAGS = ("-std=c++20", "-O1", "-fvisibility=hidden", "-fPIC")
@@ -94,7 +94,7 @@ def kernel_fields(level: Level) -> dict[str, str]:
     """The key of a library: its sources, the generated ones among them, how and with what they are
     compiled, for what level."""
     # Read now, as the compiler does: the sources may have changed since this process began.
-    environment = {**torch_field(), **source_fields(), **machine_fields()}
+    environment = {**torch_field(), **kernels_field(), **machine_fields()}
     decisive = {name: environment[name] for name in _DECISIVE if name in environment}
     if level == NATIVE:
         decisive |= {name: environment[name] for name in _DECISIVE_IF_NATIVE}
