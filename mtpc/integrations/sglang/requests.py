@@ -85,7 +85,8 @@ def sampling_of(req: Any) -> SamplingParams:
 def refused(req: Any) -> list[str]:
     """What a request asks for and mtpc's steps in SGLang do not do."""
     params = req.sampling_params
-    # SGLang applies these after min_p and the repetition penalty; mtpc's steps before.
+    # SGLang cuts by top_p before min_p, and applies the repetition penalty between other penalties
+    # and the bias; mtpc cuts by min_p first, and applies them after the bias and before the others.
     is_cut_twice = params.top_k > 1 and params.min_p and params.top_p < 1
     shifts = params.frequency_penalty or params.presence_penalty or params.logit_bias
     asked = {
