@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mtpc.engine.request import Request
 from mtpc.errors import RequestError
+from mtpc.layout.specs import SAMPLING_INTS
 from mtpc.plan import Plan
 from mtpc.program.program import Program
 from mtpc.sampling_params import FLOATS, SamplingParams, TokenLogprobs
+
+BIAS_IDS, OUTPUT_COUNTS = "state.bias_ids", "state.output_counts"
 
 
 def check_sampling(request: Request, options: Plan, vocab_size: int) -> None:
@@ -57,18 +60,38 @@ def check_sampling(request: Request, options: Plan, vocab_size: int) -> None:
 
 
 def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
-    """Write a request's sampling rows when it is placed in a slot.
-
-    The slot's rows still hold the values of its last request. The rows of a vocabulary's size
-    (bits and counts) are written only if the request has masks or penalties; otherwise
-    `state.sampling_ints` says that the step must not read them. The counts come from
-    `output_ids`, so a request that is placed again after a preemption gets its counts back.
-    """
-    shared, write = program.shared, program.write
-    if "state.sampling_ints" not in shared:
+    """Write a request's sampling rows when it is placed in a slot."""
+    shared = program.shared
+    if SAMPLING_INTS not in shared:
         return
-    params = request.sampling
-    first_stop = len(request.prompt_ids) + params.min_tokens if params.min_tokens else 0
+    rows = sampling_rows(request.sampling, request.prompt_ids, request.output_ids, shared)
+    for name, row in rows.items():
+        program.write(shared[name][slot], row)
+
+
+def sampling_rows(
+    params: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    shared: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """What a request's slot must hold in the buffers of `sampling_specs`, by their names.
+
+    The slot still holds the values of its last request. The rows of a vocabulary's size (bits and
+    counts) are there only if the request has masks or penalties; otherwise `state.sampling_ints`
+    says that the step must not read them. The counts come from `output_ids`, so a request that is
+    placed again after a preemption gets its counts back.
+
+    Args:
+        params: with a seed.
+        prompt_ids: of the request.
+        output_ids: of the request, so far.
+        shared: the buffers, whose sizes count.
+
+    Returns:
+        Tensors on the CPU. Each is the beginning of its row; the rest of the row is not read.
+    """
+    first_stop = len(prompt_ids) + params.min_tokens if params.min_tokens else 0
     num_logprobs = -1 if params.logprobs is None else params.logprobs
     ints = (
         params.seed or 0,
@@ -79,26 +102,28 @@ def write_sampling_rows(program: Program, request: Request, slot: int) -> None:
         num_logprobs,
     )
     floats = [float(getattr(params, name)) for name in FLOATS]
-    write(shared["state.sampling_ints"][slot], torch.tensor([int(value) for value in ints]))
-    write(shared["state.sampling_floats"][slot], torch.tensor(floats, dtype=torch.float64))
-    pairs = tuple(dict(params.logit_bias).items())
-    bias_ids = torch.full_like(shared["state.bias_ids"][slot], -1, device="cpu")
-    bias_ids[: len(pairs)] = torch.tensor([token for token, _ in pairs], dtype=torch.int64)
-    write(shared["state.bias_ids"][slot], bias_ids)
+    pairs = dict(params.logit_bias)
+    vocab_size = shared[OUTPUT_COUNTS].shape[1]
+    bias_ids = torch.full((shared[BIAS_IDS].shape[1],), -1)
+    bias_ids[: len(pairs)] = torch.tensor([*pairs], dtype=torch.int64)
+    rows = {
+        SAMPLING_INTS: torch.tensor([int(value) for value in ints]),
+        "state.sampling_floats": torch.tensor(floats, dtype=torch.float64),
+        BIAS_IDS: bias_ids,
+    }
     if pairs:
-        values = torch.tensor([value for _, value in pairs], dtype=torch.float64)
-        write(shared["state.bias_values"][slot], values)
-    counts = shared["state.output_counts"][slot]
+        rows["state.bias_values"] = torch.tensor([*pairs.values()], dtype=torch.float64)
     if params.has_mask:
-        allowed = range(len(counts)) if params.allowed_ids is None else params.allowed_ids
-        bits = pack_bits(set(allowed) - set(params.banned_ids), len(counts))
-        write(shared["state.allowed_tokens"][slot], bits)
+        allowed = range(vocab_size) if params.allowed_ids is None else params.allowed_ids
+        bits = pack_bits(set(allowed) - set(params.banned_ids), vocab_size)
+        rows["state.allowed_tokens"] = bits
     if params.has_penalties:
-        write(shared["state.prompt_tokens"][slot], pack_bits(request.prompt_ids, counts.shape[0]))
-        fresh = torch.zeros_like(counts, device="cpu")
-        for token_id, count in Counter(request.output_ids).items():
-            fresh[token_id] = count
-        write(counts, fresh)
+        rows["state.prompt_tokens"] = pack_bits(prompt_ids, vocab_size)
+        counts = torch.zeros(vocab_size, dtype=torch.int32)
+        for token_id, count in Counter(output_ids).items():
+            counts[token_id] = count
+        rows[OUTPUT_COUNTS] = counts
+    return rows
 
 
 def pack_bits(token_ids: Iterable[int], vocab_size: int) -> Tensor:

@@ -9,9 +9,10 @@ from mtpc.config import CompileOptions
 from mtpc.declaration import declared
 from mtpc.errors import OptionError
 from mtpc.host.hosted import HostedModel
-from mtpc.layout import Form
+from mtpc.layout import Form, Layout
 from mtpc.layout.display import show_compiling
 from mtpc.layout.progress import Listener
+from mtpc.program.open_cache import plan_model
 from mtpc.program.open_steps import Wanted, open_steps
 
 
@@ -49,3 +50,28 @@ def compile_host(
     found = opened.model
     of_model = (found.served, found.plan, form, found.device, opened.fallbacks)
     return HostedModel(*of_model, opened.made)
+
+
+def page_bytes(model: str, **options: Unpack[CompileArguments]) -> int:
+    """Bytes of a page, of all pools of `compile_host` together.
+
+    It reads a checkpoint's headers, and compiles nothing.
+
+    Args:
+        model: a checkpoint's directory.
+        **options: see `compile_host`.
+
+    Raises:
+        MtpcError: as `compile_host`.
+    """
+    # Not above: where steps come from the graph cache, the compiler is not imported.
+    from mtpc.backends.eager import EagerBackend
+    from mtpc.models.load import load_planned
+    from mtpc.program.compiler import StepCompiler
+    from mtpc.program.memory_plan import state_bytes
+
+    asked = CompileOptions.parse({"sampling": False, **options})
+    source, plan = plan_model(model, asked, must_draft=True)
+    loaded = load_planned(source, plan, headers_only=True)
+    compiler = StepCompiler(loaded, plan, EagerBackend(), new_buffer=Layout.reserve)
+    return state_bytes(compiler)[1]

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtpc.arguments import CompileArguments
+from mtpc.engine.sampling_rows import sampling_rows
 from mtpc.errors import UnsupportedModelError
-from mtpc.host.compile import compile_host
+from mtpc.host.compile import compile_host, page_bytes
 from mtpc.host.hosted import HostedModel
+from mtpc.sampling_params import SamplingParams
 
 PREFILL_TOKENS = 2048
 """Most tokens of a prefill step; a host's chunks may be longer."""
@@ -94,10 +97,30 @@ class HostSteps:
         width = min(tables.shape[1], block_table.shape[1])
         block_table[slots, :width] = tables[:, :width].to(block_table.dtype)
 
+    def set_sampling(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Say how a request's next tokens are chosen; call it before chunks that may end its text.
+
+        Args:
+            slot: its slot, whose rows may still be another request's.
+            params: the request gets a seed here if they have none.
+            prompt_ids: tokens that only the repetition penalty counts.
+            output_ids: tokens that all penalties count, of a request that comes again.
+        """
+        rows = sampling_rows(params.settled(), prompt_ids, output_ids, self.state)
+        for name, row in rows.items():
+            self.state[name][slot, : len(row)] = row
+
     def prefill(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Compute the KV of chunks, and choose the first token of texts that they end.
 
-        A chunk may be a request's first, or go on where its last one ended. Its pages are set.
+        A chunk may be a request's first, or go on where its last one ended. Its pages are set, and
+        how it samples.
 
         Returns:
             For each chunk the token, or None: the text goes on, or its logits were not finite.
@@ -185,27 +208,28 @@ def compile_steps(
     context: int,
     requests: int,
     placed: tuple[str, torch.dtype],
+    pool_bytes: int = 0,
 ) -> HostedModel:
     """Compile whole steps for a host.
 
     Args:
         directory: the checkpoint.
         spec_tokens: K.
-        pages: number of the host's pages, None if it does not know yet, and their size.
+        pages: number of the host's pages, None for as many as `pool_bytes` hold, and their size.
         context: most tokens of a request.
         requests: most requests at once.
         placed: torch's type of the host's device, and dtype of weights and caches.
+        pool_bytes: of the host's pool, where the pages of all buffers lie.
 
     Raises:
         MtpcError: as `mtpc.compile_host`.
     """
     device, dtype = placed
     on_cpu = "cpu" if dtype == torch.bfloat16 else "eager"
-    return compile_host(
-        directory,
-        form="fused",
+    options = CompileArguments(
+        sampling=True,
+        token_mask=False,
         spec_tokens=spec_tokens,
-        num_pages=pages[0],
         page_size=pages[1],
         # The last step of a request verifies all K drafts, whatever the context has room for.
         max_len=context + spec_tokens + 1,
@@ -214,6 +238,8 @@ def compile_steps(
         dtype=str(dtype).removeprefix("torch."),
         backend="cuda" if device == "cuda" else on_cpu,
     )
+    options["num_pages"] = pages[0] or pool_bytes // page_bytes(directory, **options)
+    return compile_host(directory, form="fused", **options)
 
 
 def buckets_up_to(most: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ Per-request rows, shared by these ops (S request slots, V tokens, W = ceil(V / 3
 - output_counts int32 [S, V]: how often each token was emitted; read only where `penalised`
 - stop_ids int64 [S, E] (-1: unused)
 
-References compute in float64. They copy nothing from the device to the host.
+References compute in float64. They read from the device whether any request asks for more than the
+largest logit, and do no more if none does.
 """
 
 from __future__ import annotations
@@ -232,6 +233,8 @@ def write_logprobs(
     asked = ints[state_slots][:, INTS.index("logprobs")]
     live = (state_slots != SCRATCH_SLOT) & (asked >= 0)
     rows = live[:, None] & (torch.arange(width, device=ids.device) < num_emitted[:, None])
+    if not rows.any():
+        return
     chosen_from = logits if places is None else logits[places]
     all_logprobs = chosen_from.double().log_softmax(-1).view(requests, width, -1)
     chosen = all_logprobs.gather(2, ids[:, :, None])[:, :, 0]

@@ -99,11 +99,11 @@ def plan_memory(compiler: StepCompiler) -> MemoryPlan:
         driver += kernel_count(graph) * NODE_BYTES
     steps = {name: peak_bytes(items) for name, items in live.items()}
     pool = max(pool_bytes(place_live(items)) for items in live.values())
-    state, page = _state_bytes(compiler)
+    state, page = state_bytes(compiler)
     return MemoryPlan(steps, state + _made(compiler.weights), page, pool, driver)
 
 
-def _state_bytes(compiler: StepCompiler) -> tuple[int, int]:
+def state_bytes(compiler: StepCompiler) -> tuple[int, int]:
     """Bytes of state whose size does not depend on pages, and of snapshots; and of a page."""
     less = compiler.layout(compiler.keys[0])
     pages = less.value(N)
@@ -155,7 +155,7 @@ def planned_compiler(
         return make(plan)
     few = plan.blocks_per_request(plan.max_len) + 1
     compiler = make(plan.given(num_pages=few))
-    state, page = _state_bytes(compiler)
+    state, page = state_bytes(compiler)
     is_sure = state + plan.num_pages * page <= free * _SURE
     is_sure = all(ranks.tell_all(is_sure)) if ranks is not None else is_sure
     if is_sure:

@@ -100,8 +100,9 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "Temperature and top-p hold on ROCm",
             "yes",
             "`MTPC` turns rejection sampling on and hands over what drafts were drawn from; on a "
-            "CPU it refuses such requests",
+            "CPU it refuses such requests. `MTPC_STEP` samples in its own steps",
             (
+                f"{STEPS}::test_sampled_texts_are_those_of_the_engine",
                 f"{SEAMS}::test_rocm_verifies_by_rejection_sampling",
                 f"{SEAMS}::test_drafts_come_with_what_they_were_drawn_from",
                 CONTRACT,
@@ -422,7 +423,7 @@ kinds of models (`integrations/test_vllm_steps.py`, `peers/vllm_steps.py`). The 
 | SGLang `get_speculative_worker_cls`, `get_speculative_graph_runner_cls` (`platforms/interface.py:192-211`) | the same worker; and a runner for the phases `draft_decode` and `draft_extend` | not used. SGLang asks out-of-tree platforms alone (`speculative/spec_info.py:307`): mtpc would have to stand for the device, in place of CUDA or ROCm. There is no phase of verification |
 | vLLM `ModelRegistry.register_model` | draft models: what mtpc uses | a model is called for one forward; acceptance lies outside of it. The V2 runner captures what it calls (`v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py:109`) |
 | vLLM `worker_cls` (`config/parallel.py:305`) | a worker of our own (`v1/worker/worker_base.py:44`): `execute_model` gets the scheduler's output, blocks included, and returns tokens (`v1/engine/core.py:668`); `take_draft_token_ids` hands the drafts back (`:694`); `get_kv_cache_spec` says what a block costs | `StepWorker`, without a model runner of vLLM's |
-| vLLM `logits_processors`, `validate_params` (`v1/engine/input_processor.py:177`) | a check of each request where it is admitted | `GreedyRequests`: a worker cannot end one request |
+| vLLM `logits_processors`, `validate_params` (`v1/engine/input_processor.py:177`) | a check of each request where it is admitted | `StepRequests`: a worker cannot end one request |
 | vLLM platform plugins (`platforms/interface.py`) | the same worker, as a platform's default | not used: mtpc would have to stand for the device |
 """  # noqa: E501
 

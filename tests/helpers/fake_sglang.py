@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from helpers import fake_sglang_layers as layers
 from helpers.fake_modules import fake_modules
-from helpers.sglang_scheduler import BaseSpecWorker, HybridPool, KVPool
+from helpers.sglang_scheduler import TOP_K_ALL, BaseSpecWorker, HybridPool, KVPool
 
 
 class Mode:
@@ -350,6 +350,7 @@ def _modules() -> dict[str, dict[str, Any]]:
         },
         "managers.schedule_batch": {"FINISH_ABORT": FINISH_ABORT},
         "managers.utils": {"GenerationBatchResult": SimpleNamespace},
+        "sampling.sampling_params": {"TOP_K_ALL": TOP_K_ALL},
         "speculative.base_spec_worker": {"BaseSpecWorker": BaseSpecWorker},
         "speculative.eagle_info": {"EagleDraftInput": SimpleNamespace},
         "speculative.spec_info": {"SpeculativeAlgorithm": SpeculativeAlgorithm},

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GREEDY: dict[str, Any] = dict(top_k=1, frequency_penalty=0, presence_penalty=0, min_new_tokens=0)
-GREEDY |= dict(repetition_penalty=1, logit_bias=None)
+GREEDY: dict[str, Any] = dict(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, sampling_seed=None)
+GREEDY |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
+GREEDY |= dict(min_new_tokens=0, logit_bias=None)
+"""Temperature 0, as SGLang stores it (sampling/sampling_params.py:236-241)."""
+TOP_K_ALL = 1 << 30
 
 
 @dataclass(eq=False)
@@ -35,6 +38,10 @@ class Req:
     return_logprob = False
     return_hidden_states = False
     custom_logit_processor = grammar = input_embeds = multimodal_inputs = lora_id = None
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.output
 
     @property
     def full_untruncated_fill_ids(self) -> list[int]:

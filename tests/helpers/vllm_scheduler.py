@@ -20,9 +20,10 @@ import torch
 
 from helpers.fake_modules import fake_modules
 
-GREEDY_CHECK = "mtpc.integrations.vllm.step_requests:GreedyRequests"
-GREEDY: dict[str, Any] = dict(temperature=0, frequency_penalty=0, presence_penalty=0, min_tokens=0)
-GREEDY |= dict(repetition_penalty=1, logprobs=None, prompt_logprobs=None, logprob_token_ids=None)
+CHECK = "mtpc.integrations.vllm.step_requests:StepRequests"
+GREEDY: dict[str, Any] = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, min_tokens=0)
+GREEDY |= dict(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
+GREEDY |= dict.fromkeys(("seed", "logprobs", "prompt_logprobs", "logprob_token_ids"))
 GREEDY |= dict.fromkeys(("prompt_logprob_token_ids", "structured_outputs", "logit_bias"))
 GREEDY |= dict.fromkeys(("allowed_token_ids", "bad_words", "watermarking"))
 GREEDY |= dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids"))
@@ -100,7 +101,7 @@ def config(model: str, spec_tokens: int, context: int, seqs: int, page: int) -> 
     return part(
         model_config=part(
             **dict(model=model, hf_config=part(), max_model_len=context, dtype=torch.float32),
-            **dict(logits_processors=[GREEDY_CHECK], quantization=None, revision=None),
+            **dict(logits_processors=[CHECK], quantization=None, revision=None),
             **dict(hf_overrides={}, runner_type="generate", enable_prompt_embeds=False),
             original_max_model_len=context,
         ),
@@ -118,6 +119,7 @@ def config(model: str, spec_tokens: int, context: int, seqs: int, page: int) -> 
         device_config=part(device=torch.device("cpu")),
         load_config=part(load_format="auto"),
         **dict(lora_config=None, kv_transfer_config=None, ec_transfer_config=None),
+        watermark_config=None,
     )
 
 
@@ -133,6 +135,7 @@ class Req:
     drafts: list[int] = field(default_factory=list)
     status: str = "new"
     mm_features: Any = ()
+    sampling_params: Any = field(default_factory=lambda: SimpleNamespace(**GREEDY))
 
     @property
     def text(self) -> list[int]:
@@ -144,16 +147,17 @@ class Scheduler:
 
     Args:
         worker: a `StepWorker`.
-        blocks: of the pool, block 0 among them.
+        blocks: of the pool, block 0 among them; None: as many as its bytes hold.
         v2: whether vLLM's V2 runner is chosen.
     """
 
-    def __init__(self, worker: Any, blocks: int, v2: bool = False):
+    def __init__(self, worker: Any, blocks: int | None = None, v2: bool = False):
         self.worker, self.v2 = worker, v2
         worker.init_device()
         worker.load_model()
         (spec,) = worker.get_kv_cache_spec().values()
         self.page, self.k = spec.block_size, worker.speculative_config.num_speculative_tokens
+        blocks = blocks or worker.determine_available_memory() // spec.page_size_bytes
         size = blocks * spec.page_size_bytes
         assert size <= worker.determine_available_memory()
         pool = SimpleNamespace(num_blocks=blocks, kv_cache_tensors=[SimpleNamespace(size=size)])
@@ -252,6 +256,7 @@ class Scheduler:
                     block_ids=(list(req.blocks),),
                     num_computed_tokens=req.computed,
                     mm_features=req.mm_features,
+                    sampling_params=req.sampling_params,
                 )
                 for req in new
             ],

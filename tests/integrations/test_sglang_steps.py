@@ -6,6 +6,7 @@ With SGLang itself tests/peers/sglang_plugin.py runs it (`--drafts mtpc-step`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 import torch
 from helpers import fake_sglang
 from helpers.oracles import Oracle
-from helpers.sglang_scheduler import GREEDY, HybridPool, KVPool, Req, Scheduler
+from helpers.sampling_oracle import FILTERS, SamplingOracle, distribution
+from helpers.sglang_scheduler import GREEDY, TOP_K_ALL, HybridPool, KVPool, Req, Scheduler
 from helpers.theorem import PROMPTS
 from torch import nn
 
+from mtpc import SamplingParams
 from mtpc.errors import OptionError, UnsupportedModelError
 
 K, PAGE, SLOTS, WIDTH = 3, 4, 3, 64
@@ -122,6 +125,69 @@ def test_a_prefix_of_another_request(
         assert req.output == expected
 
 
+def theirs(params: SamplingParams) -> SimpleNamespace:
+    """Parameters as SGLang holds them."""
+    asked = {name: value for name, value in vars(params).items() if name in GREEDY}
+    asked |= {"top_k": params.top_k or TOP_K_ALL, "sampling_seed": params.seed}
+    if not params.temperature:
+        asked |= {"temperature": 1.0, "top_k": 1}
+    bias = {str(token): value for token, value in dict(params.logit_bias).items()}
+    return SimpleNamespace(**GREEDY | asked | {"logit_bias": bias or None})
+
+
+@pytest.mark.parametrize("spec_tokens", [0, K])
+def test_sampled_texts_are_those_of_the_engine(
+    spec_tokens: int, start: Callable[..., Scheduler], compiled: Callable[..., Any]
+) -> None:
+    """Beside a greedy request, in slots whose rows still hold another's parameters; prompts in
+    chunks. At any K the engine gives one text for a seed."""
+    engine = compiled("mimo", spec_tokens, sampling=True, token_mask=False)
+    scheduler = start("mimo")
+    names = [("all but min_p", "presence"), ("min_p", "bias"), ("hot", "frequency")]
+    cases = FILTERS | {"all but min_p": replace(FILTERS["all filters"], min_p=0.0)}
+    for pair in names:
+        asked = [cases[pair[0]], cases["greedy"], cases[pair[1]]]
+        reqs = [Req(PROMPTS[3 + i], 1 + i) for i in range(3)]
+        for req, params in zip(reqs, asked, strict=True):
+            req.sampling_params = theirs(params)
+        scheduler.extend(reqs, [2, 2, 2])
+        scheduler.extend(reqs, [len(req.prompt) - 2 for req in reqs])
+        until(scheduler, reqs, 12)
+        prompts = [req.prompt for req in reqs]
+        expected = engine.generate(prompts, 12, sampling=asked, ignore_eos=True)
+        assert [req.output[:12] for req in reqs] == expected, pair
+        for req in reqs:
+            scheduler.leave(req)
+    assert {0, K} <= set(scheduler.accepted)
+
+
+def test_sglangs_repetition_penalty_counts_the_output_alone(
+    start: Callable[..., Scheduler], sampling_oracle: Callable[..., SamplingOracle]
+) -> None:
+    """sampling/penaltylib/repetition_penalty.py: nothing of the prompt is scattered there."""
+    scheduler, plain = start("mimo"), sampling_oracle("mimo")
+    params, req = SamplingParams(repetition_penalty=0.6), Req(PROMPTS[5], 1)
+    req.sampling_params = theirs(params)
+    scheduler.extend([req], [len(req.prompt)])
+    until(scheduler, [req], 10)
+    expected = list[int]()
+    for _ in req.output:
+        logits = plain.logits([*req.prompt, *expected])
+        expected.append(int(distribution(logits, [], expected, params, set()).argmax()))
+    assert req.output == expected
+    assert plain.generate(req.prompt, 10, params) != expected[:10]
+
+
+def test_without_a_seed_each_request_gets_its_own(start: Callable[..., Scheduler]) -> None:
+    scheduler = start("mimo")
+    reqs = [Req(PROMPTS[3], slot) for slot in (1, 2)]
+    for req in reqs:
+        req.sampling_params = theirs(SamplingParams(temperature=50.0))
+    scheduler.extend(reqs, [len(req.prompt) for req in reqs])
+    until(scheduler, reqs, 12)
+    assert reqs[0].output[:12] != reqs[1].output[:12]
+
+
 def test_what_pages_do_not_carry_is_not_shared(start: Callable[..., Scheduler]) -> None:
     with pytest.raises(UnsupportedModelError, match="turn the host's prefix cache off"):
         start("qwen3_next", shares=True)
@@ -130,9 +196,11 @@ def test_what_pages_do_not_carry_is_not_shared(start: Callable[..., Scheduler]) 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"top_k": 1 << 30}, "sampling"),
-        ({"presence_penalty": 0.5}, "penalties"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
+        ({"top_k": TOP_K_ALL, "min_p": 0.1, "top_p": 0.5}, "min_p together with top_p"),
+        ({"repetition_penalty": 2.0, "presence_penalty": 0.5}, "repetition_penalty together"),
+        ({"repetition_penalty": 2.0, "logit_bias": {"3": 1.0}}, "repetition_penalty together"),
+        ({"top_k": 4, "temperature": 1e-4}, "temperature is 0.0001; expected 0"),
+        ({"top_k": 4, "sampling_seed": -1}, "seed is -1"),
         ({"min_new_tokens": 2}, "min_new_tokens"),
         ({"return_logprob": True}, "log-probabilities"),
         ({"grammar": object()}, "a grammar"),
@@ -142,13 +210,13 @@ def test_what_pages_do_not_carry_is_not_shared(start: Callable[..., Scheduler]) 
 )
 def test_what_a_request_may_not_ask(host: SimpleNamespace, asked: Any, said: str) -> None:
     """It ends with a message and status 400; a plain one beside it goes on."""
-    from mtpc.integrations.sglang.step_worker import refuse_unsupported
+    from mtpc.integrations.sglang.requests import sampling_or_end
 
     plain, other = Req([1], 1), Req([2], 2)
     for name, value in asked.items():
         holder = other.sampling_params if name in GREEDY else other
         setattr(holder, name, value)
-    refuse_unsupported([plain, other])
+    assert [sampling_or_end(req) for req in (plain, other)] == [SamplingParams()] * 2
     assert plain.to_finish is None
     assert said in other.to_finish.message
     assert (other.to_finish.status_code, other.to_finish.err_type) == (400, "BadRequestError")
@@ -183,7 +251,7 @@ OPTIONS: dict[str, Any] = dict(
     **dict(speculative_adaptive=False, speculative_token_map=None, enable_multi_layer_eagle=False),
     **dict(speculative_use_rejection_sampling=False, kv_cache_dtype="auto", quantization=None),
     **dict(tp_size=1, pp_size=1, dp_size=1, ep_size=1, enable_hierarchical_cache=False),
-    **dict(enable_lora=None, disaggregation_mode="null"),
+    **dict(enable_lora=None, disaggregation_mode="null", enable_watermark=False),
     **dict(speculative_draft_model_path="draft", max_running_requests=4, device="cuda"),
 )
 """SGLang's ServerArgs that matter here, as its command line makes them."""
@@ -210,6 +278,7 @@ def test_iterations_are_synchronous(host: SimpleNamespace) -> None:
         {"quantization": "fp8"},
         {"enable_hierarchical_cache": True},
         {"enable_lora": True},
+        {"enable_watermark": True},
         {"disaggregation_mode": "decode"},
         {"speculative_eagle_topk": 4},
     ],

@@ -6,6 +6,7 @@ With vLLM itself tests/peers/vllm_steps.py runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 from helpers import vllm_scheduler as vllm
 from helpers.oracles import Oracle
+from helpers.sampling_oracle import FILTERS
 from helpers.theorem import PROMPTS
 from helpers.vllm_scheduler import Req, Scheduler
 
+from mtpc import SamplingParams
 from mtpc.errors import NumericsError, OptionError, RequestError, UnsupportedModelError
 
 K, PAGE, SEQS, CONTEXT, BLOCKS = 3, 4, 3, 56, 48
@@ -84,6 +87,56 @@ def test_a_decoding_iteration_is_one_replay(start: Callable[..., Scheduler]) -> 
     assert replays.total() == before + 1
 
 
+def sampled(name: str, prompt: list[int], params: SamplingParams) -> Req:
+    """A request with parameters as vLLM holds them."""
+    asked = {name: value for name, value in vars(params).items() if name in vllm.GREEDY}
+    asked |= {"allowed_token_ids": params.allowed_ids and list(params.allowed_ids)}
+    asked |= {"logit_bias": dict(params.logit_bias) or None}
+    return Req(name, prompt, sampling_params=SimpleNamespace(**vllm.GREEDY | asked))
+
+
+@pytest.mark.parametrize("spec_tokens", [0, K])
+def test_sampled_texts_are_those_of_the_engine(
+    spec_tokens: int, start: Callable[..., Scheduler], compiled: Callable[..., Any]
+) -> None:
+    """Beside a greedy request, in slots whose rows still hold another's parameters; prompts in
+    chunks, and fewer drafts than there are. At any K the engine gives one text for a seed."""
+    engine = compiled("mimo", spec_tokens, sampling=True, token_mask=False)
+    scheduler = start("mimo")
+    for names in (("all filters", "repetition"), ("bias", "presence"), ("hot", "allowed")):
+        asked = [FILTERS[name] for name in (names[0], "greedy", names[1])]
+        reqs = [sampled(f"r{i}", PROMPTS[3 + i], params) for i, params in enumerate(asked)]
+        scheduler.step(dict.fromkeys(reqs, 2))
+        scheduler.step({req: len(req.prompt) - 2 for req in reqs})
+        scheduler.step(dict.fromkeys(reqs), most_drafts=1)
+        scheduler.until(reqs, 12)
+        prompts = [req.prompt for req in reqs]
+        expected = engine.generate(prompts, 12, sampling=asked, ignore_eos=True)
+        assert [req.output[:12] for req in reqs] == expected, names
+        for req in reqs:
+            scheduler.finish(req)
+    assert {0, K} <= set(scheduler.accepted)
+
+
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+def test_a_preempted_request_samples_on(
+    v2: bool, start: Callable[..., Scheduler], compiled: Callable[..., Any]
+) -> None:
+    """In another slot, with the noise of the seed, and with penalties for what it had emitted."""
+    params = replace(FILTERS["frequency"], repetition_penalty=1.3)
+    scheduler = start("mimo", v2=v2)
+    first, other = sampled("a", PROMPTS[3], params), Req("b", PROMPTS[4])
+    scheduler.step(dict.fromkeys((first, other)))
+    scheduler.until([first, other], 5)
+    scheduler.preempt(first)
+    third = Req("c", PROMPTS[5])
+    scheduler.step({other: None, third: None})
+    scheduler.step({first: None, other: None})
+    scheduler.until([first], 14)
+    engine = compiled("mimo", K, sampling=True, token_mask=False)
+    assert first.output[:14] == engine.generate(first.prompt, 14, sampling=params, ignore_eos=True)
+
+
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("family", ["mimo", "qwen3_next"])
 def test_preempted_requests_come_again(
@@ -147,7 +200,7 @@ def test_drafts_that_vllm_chooses_are_verified(
 
 
 def test_the_pool_is_as_large_as_vllm_says(host: None, checkpoint: Callable[..., Path]) -> None:
-    """vLLM asks how large a block is, and then says how many there are: compiled for that."""
+    """Where vLLM makes fewer blocks than its bytes hold, steps are compiled for that."""
     from mtpc.integrations.vllm.step_worker import StepWorker
 
     config = vllm.config(str(checkpoint("mimo")), K, CONTEXT, 1, PAGE)
@@ -160,6 +213,27 @@ def test_the_pool_is_as_large_as_vllm_says(host: None, checkpoint: Callable[...,
     tensors = [worker.steps.state[name] for name in paged]
     assert sum(tensor.nbytes for tensor in tensors) == 23 * spec.page_size_bytes
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    req = Req("a", PROMPTS[3])
+    scheduler.step({req: None})
+    scheduler.until([req], 4)
+
+
+@pytest.mark.parametrize("family", ["mimo", "deepseek_v3", "qwen3_next"])
+def test_steps_are_compiled_once(family: str, host: None, checkpoint: Callable[..., Path]) -> None:
+    """The checkpoint's headers say how large a block is, and so how many the given bytes hold."""
+    from mtpc.integrations.vllm.step_worker import StepWorker
+
+    asked = list[int | None]()
+
+    class Counted(StepWorker):
+        def _compile(self, num_pages: int | None) -> None:
+            asked.append(num_pages)
+            super()._compile(num_pages)
+
+    config = vllm.config(str(checkpoint(family)), K, CONTEXT, 1, PAGE)
+    place = dict(local_rank=0, rank=0, distributed_init_method="", is_driver_worker=True)
+    scheduler = Scheduler(Counted(vllm_config=config, **place))
+    assert asked == [None]
     req = Req("a", PROMPTS[3])
     scheduler.step({req: None})
     scheduler.until([req], 4)
@@ -189,25 +263,31 @@ def test_images_are_refused(start: Callable[..., Scheduler]) -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"temperature": 0.5}, "sampling"),
-        ({"presence_penalty": 0.5}, "penalties"),
         ({"min_tokens": 2}, "min_tokens"),
         ({"logprobs": 0}, "log-probabilities"),
         ({"prompt_logprobs": 1}, "log-probabilities"),
         ({"structured_outputs": object()}, "a grammar"),
-        ({"logit_bias": {3: 1.0}}, "logit_bias"),
-        ({"allowed_token_ids": [3]}, "allowed_token_ids"),
+        ({"watermarking": True}, "watermarking"),
         ({"bad_words": ["no"]}, "bad_words"),
     ],
 )
 def test_what_a_request_may_not_ask(host: None, asked: dict[str, Any], said: str) -> None:
     """vLLM answers a ValueError of this hook with status 400."""
-    from mtpc.integrations.vllm.step_requests import GreedyRequests
+    from mtpc.integrations.vllm.step_requests import StepRequests
 
-    GreedyRequests.validate_params(SimpleNamespace(**vllm.GREEDY))
+    StepRequests.validate_params(SimpleNamespace(**vllm.GREEDY))
     with pytest.raises(RequestError, match=f"asks for {said}") as found:
-        GreedyRequests.validate_params(SimpleNamespace(**vllm.GREEDY | asked))
+        StepRequests.validate_params(SimpleNamespace(**vllm.GREEDY | asked))
     assert isinstance(found.value, ValueError)
+
+
+def test_parameters_out_of_range_are_refused(host: None) -> None:
+    """And a top_k of -1 is vLLM's old way to keep all tokens."""
+    from mtpc.integrations.vllm.step_requests import StepRequests, sampling_of
+
+    assert sampling_of(SimpleNamespace(**vllm.GREEDY | {"top_k": -1})) == SamplingParams()
+    with pytest.raises(RequestError, match="seed is -5; expected"):
+        StepRequests.validate_params(SimpleNamespace(**vllm.GREEDY | {"seed": -5}))
 
 
 @pytest.mark.parametrize(
@@ -223,6 +303,7 @@ def test_what_a_request_may_not_ask(host: None, asked: dict[str, Any], said: str
         ("model_config", {"quantization": "fp8"}, "quantization fp8 of plain weights"),
         ("model_config", {"hf_overrides": {"a": 1}}, "hf_overrides"),
         ("", {"lora_config": object()}, "LoRA"),
+        ("", {"watermark_config": object()}, "watermarking"),
         ("", {"kv_transfer_config": object()}, "a KV connector"),
     ],
 )

@@ -986,9 +986,30 @@ FAULTS = (
     ),
     Fault(
         "whole steps in SGLang: a request that asks for a grammar gets text without it",
-        "integrations/sglang/step_worker.py",
+        "integrations/sglang/requests.py",
         '"a grammar": req.grammar,',
         '"a grammar": None,',
+        f"{_SGLANG_STEPS}::test_what_a_request_may_not_ask",
+    ),
+    Fault(
+        "whole steps in SGLang: a request samples as the last one in its slot did",
+        "integrations/sglang/step_worker.py",
+        "self.steps.set_sampling(slot, sampling_or_end(req), (), req.output_ids)",
+        "sampling_or_end(req)",
+        f"{_SGLANG_STEPS}::test_sampled_texts_are_those_of_the_engine[0]",
+    ),
+    Fault(
+        "whole steps in SGLang: the repetition penalty counts the prompt",
+        "integrations/sglang/step_worker.py",
+        "sampling_or_end(req), (), req.output_ids",
+        "sampling_or_end(req), list(text), req.output_ids",
+        f"{_SGLANG_STEPS}::test_sglangs_repetition_penalty_counts_the_output_alone",
+    ),
+    Fault(
+        "whole steps in SGLang: filters that it orders otherwise are served in mtpc's order",
+        "integrations/sglang/requests.py",
+        '"min_p together with top_p": is_cut_twice,',
+        '"min_p together with top_p": None,',
         f"{_SGLANG_STEPS}::test_what_a_request_may_not_ask",
     ),
     Fault(
@@ -1043,9 +1064,23 @@ FAULTS = (
     Fault(
         "whole steps in vLLM: a request that asks for sampling gets greedy text",
         "integrations/vllm/step_requests.py",
-        '"sampling (temperature 0 is served)": params.temperature > 0,',
-        '"sampling (temperature 0 is served)": False,',
-        f"{_VLLM_STEPS}::test_what_a_request_may_not_ask",
+        "**{name: getattr(params, name) for name in FLOATS},\n",
+        "\n",
+        f"{_VLLM_STEPS}::test_sampled_texts_are_those_of_the_engine[0]",
+    ),
+    Fault(
+        "whole steps in vLLM: what a preempted request had emitted counts as its prompt",
+        "integrations/vllm/step_batch.py",
+        "request.sampling, text[:begin], text[begin:]",
+        "request.sampling, text, ()",
+        f"{_VLLM_STEPS}::test_a_preempted_request_samples_on[v1]",
+    ),
+    Fault(
+        "whole steps in vLLM: steps are compiled for a pool of another size first",
+        "host/compile.py",
+        "return state_bytes(compiler)[1]",
+        "return 2 * state_bytes(compiler)[1]",
+        f"{_VLLM_STEPS}::test_steps_are_compiled_once[mimo]",
     ),
     Fault(
         "a chain takes what a host stores of an expansion for its weight",

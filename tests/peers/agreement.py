@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,11 +52,14 @@ class Work:
         prompts: token ids.
         new_tokens: of each request.
         max_len: the longest request, in tokens.
+        sampling: for each prompt fields of `mtpc.SamplingParams`; none for a greedy one, and none
+            at all where all are.
     """
 
     prompts: list[list[int]]
     new_tokens: int
     max_len: int = MAX_LEN
+    sampling: list[dict[str, Any]] = field(default_factory=list)
 
 
 def make_work(requests: int, new_tokens: int) -> Work:
@@ -99,8 +103,8 @@ def run_mtpc(
     # they are counted here, from what each step reports.
     report = spec.program.steps[StepKey.decode(1, spec_tokens)].buffers["batch.num_accepted"]
     answers = []
-    for prompt in work.prompts:
-        spec.engine.add(prompt, work.new_tokens)
+    for prompt, asked in zip_longest(work.prompts, work.sampling):
+        spec.engine.add(prompt, work.new_tokens, sampling=mtpc.SamplingParams(**asked or {}))
         accepted, tokens, start = [0] * spec_tokens, list[int](), spec.stats.decode_steps
         while spec.engine.has_work:
             before = spec.stats.decode_steps

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import zip_longest
 
 
 def main(job: dict) -> None:
-    """Decode greedily, batch by batch; answer with tokens and numbers of accepted drafts."""
+    """Decode batch by batch, greedily where nothing else is asked; answer with tokens and numbers
+    of accepted drafts."""
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**job["options"])
     params = {"temperature": 0, "max_new_tokens": job["new_tokens"], "ignore_eos": True}
     answers = []
-    for batch in job["batches"]:
-        for out in engine.generate(input_ids=batch, sampling_params=params):
+    for batch, asked in zip_longest(job["batches"], job["sampling"]):
+        each = [{**params, **own} for own in asked or [{}] * len(batch)]
+        for out in engine.generate(input_ids=batch, sampling_params=each):
             meta = out["meta_info"]
             answers.append(
                 {

@@ -12,7 +12,8 @@ host's start. Exits with 1 where something differs.
 
 With `--drafts mtpc-step` the whole iteration is mtpc's step, and no forward is the host's. It is
 compared with mtpc's own engine, because the host wires MiMo's first draft otherwise, and does not
-run a hybrid model without a GPU. One more batch begins as earlier prompts did (prefix cache).
+run a hybrid model without a GPU. One more batch begins as earlier prompts did (prefix cache), and
+another is sampled, beside a greedy request.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import os
 import re
 import sys
 import tempfile
-from itertools import zip_longest
+from collections.abc import Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ BLOCK = 32
 """Rows and columns of a block of FP8 weights."""
 BATCHES = [[[5, 9, 17, 33]], [[3], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [90, 7, 61]]]
 BEGINS_AS_BEFORE = [[*BATCHES[1][1][:8], 3, 5], [*BATCHES[0][0], 61]]
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 7},
+    {"temperature": 0.0},
+    {"temperature": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4, "seed": 8},
+]
+"""Of the requests of the second batch once more."""
 NEW_TOKENS = 16
 TRAINING_STEPS = 18
 """So few that drafts are accepted in part."""
@@ -142,12 +150,15 @@ def make_checkpoint(case: str, directory: Path, changes: dict[str, Any]) -> Path
 def check_steps(args: argparse.Namespace, directory: Path, case: str, **more: Any) -> list[str]:
     """Faults of the whole iteration as mtpc's step: texts and accepted drafts are not those of
     mtpc's own engine, or a forward was the host's."""
-    batches, steps = [*batches_of(case), BEGINS_AS_BEFORE], args.steps
+    batches, steps = [*batches_of(case), BEGINS_AS_BEFORE, batches_of(case)[1]], args.steps
     more["disable_radix_cache"] = case in HYBRID
-    found = run_host(args.sglang_python, directory, STEP, batches, NEW_TOKENS, steps, **more)
+    asked = [[{}] * len(batch) for batch in batches[:-1]] + [SAMPLED]
+    given = (batches, NEW_TOKENS, steps, asked)
+    found = run_host(args.sglang_python, directory, STEP, *given, **more)
     report(case, STEP, found)
     theirs = decoded(found["answers"], steps)
-    work = Work([prompt for batch in batches for prompt in batch], NEW_TOKENS)
+    prompts, sampling = (list(chain.from_iterable(each)) for each in (batches, asked))
+    work = Work(prompts, NEW_TOKENS, sampling=sampling)
     ours = run_mtpc(directory, steps, work, "float32", {})
     faults = [
         f"{case}, {STEP}: prompt {prompt}: {one}, mtpc's own engine {other}"
@@ -234,9 +245,12 @@ def run_host(
     batches: list[list[list[int]]],
     new_tokens: int,
     steps: int,
+    sampling: Sequence[list[dict[str, Any]]] = (),
     **more: Any,
 ) -> dict[str, Any]:
     """SGLang with a draft, in a process of its own: its answers, and the log of forwards.
+
+    `sampling` has fields of `mtpc.SamplingParams` for each request of each batch.
 
     Raises:
         Refused: it does not run the checkpoint.
@@ -264,6 +278,10 @@ def run_host(
         **more,
     }
     job = {"options": options, "batches": batches, "new_tokens": new_tokens}
+    job["sampling"] = [
+        [{("sampling_seed" if n == "seed" else n): v for n, v in own.items()} for own in each]
+        for each in sampling
+    ]
     fixed = {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "SGLANG_ON_CPU_LOG": str(log)}
     fixed["PYTHONPATH"] = str(ROOT)  # This checkout, whichever one VENV was made of.
     if more.get("tp_size", 1) > 1:  # Ranks that are more than the machine's NUMA nodes name cores.

@@ -17,20 +17,22 @@ from vllm.model_executor.models.gemma4_mtp import Gemma4MTP
 
 
 def run(job: dict) -> dict:
-    """Decode greedily; answer with the tokens, and what was drafted and accepted."""
+    """Decode, greedily where nothing else is asked; answer with the tokens, and what was drafted
+    and accepted."""
     llm = LLM(**job["options"])
     before = counts(llm)
-    params = SamplingParams(
-        temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
-    )
+    common = {"max_tokens": job["new_tokens"], "ignore_eos": True, "detokenize": False}
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
+    asked = job.get("sampling") or [{}] * len(prompts)
+    params = [SamplingParams(**{"temperature": 0, **common, **own}) for own in asked]
     tokens: list[list[int]] = []
     counted = [before]
     if job.get("together"):
         tokens = [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params)]
     else:
-        for prompt in prompts:  # One by one: counts then do not depend on who shares a batch.
-            tokens += [list(out.outputs[0].token_ids) for out in llm.generate([prompt], params)]
+        # One by one: counts then do not depend on who shares a batch.
+        for prompt, own in zip(prompts, params, strict=True):
+            tokens += [list(out.outputs[0].token_ids) for out in llm.generate([prompt], own)]
             counted.append(counts(llm))
     answer = {"tokens": tokens, "draft_class": llm.collective_rpc(draft_class)[0]}
     answer["counts"] = minus(counts(llm), before)

@@ -94,11 +94,11 @@ def check_steps(directory: str) -> None:
     from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
     from mtpc.errors import OptionError
-    from mtpc.integrations.vllm.step_worker import GREEDY, check_config
+    from mtpc.integrations.vllm.step_worker import CHECK, check_config
 
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
     usual = dict(model=directory, skip_tokenizer_init=True, speculative_config=drafts)
-    usual |= dict(kv_cache_memory_bytes=1 << 24, logits_processors=[GREEDY])
+    usual |= dict(kv_cache_memory_bytes=1 << 24, logits_processors=[CHECK])
     check_config(EngineArgs(**usual).create_engine_config())
     cases = (
         ({"speculative_config": None}, "set speculative_config"),
@@ -115,9 +115,9 @@ def check_steps(directory: str) -> None:
 
     for change, message in cases:
         assert_refused(change, OptionError, message, partial(start, change))
-    validate_logits_processors_parameters([GREEDY], SamplingParams(temperature=0, max_tokens=4))
-    for asked in ({"temperature": 1.0}, {"temperature": 0, "logprobs": 1}):
-        check = partial(validate_logits_processors_parameters, [GREEDY], SamplingParams(**asked))
+    validate_logits_processors_parameters([CHECK], SamplingParams(temperature=0, max_tokens=4))
+    for asked in ({"min_tokens": 2}, {"temperature": 0, "logprobs": 1}, {"seed": -5}):
+        check = partial(validate_logits_processors_parameters, [CHECK], SamplingParams(**asked))
         assert_refused(asked, VLLMValidationError, "", check)
 
 

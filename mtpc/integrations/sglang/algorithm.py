@@ -96,6 +96,7 @@ def check_step_arguments(server_args: Any) -> None:
     served = {
         **dict.fromkeys(("tp_size", "pp_size", "dp_size", "ep_size"), (1,)),
         **dict.fromkeys(("enable_hierarchical_cache", "enable_lora"), (False, None)),
+        "enable_watermark": (False,),
         "disaggregation_mode": ("null",),
         "kv_cache_dtype": ("auto",),
         "quantization": (None,),

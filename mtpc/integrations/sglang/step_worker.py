@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -22,6 +20,7 @@ from mtpc.host.hosted import HostedModel
 from mtpc.integrations.host_steps import Chunk, HostSteps, check_prefixes, compile_steps
 from mtpc.integrations.sglang.algorithm import STEP_NAME
 from mtpc.integrations.sglang.propose import by_pages
+from mtpc.integrations.sglang.requests import end_broken, sampling_or_end
 from mtpc.integrations.sglang.step_models.targets import HostedTarget
 
 
@@ -87,7 +86,6 @@ class StepWorker(BaseSpecWorker):
         Returns:
             SGLang's `GenerationBatchResult`.
         """
-        refuse_unsupported(batch.reqs)
         slots = batch.req_pool_indices.long()
         if batch.forward_mode.is_extend():
             return self._prefill(batch, slots)
@@ -95,7 +93,7 @@ class StepWorker(BaseSpecWorker):
         self._set_tables(slots, batch.seq_lens + 2 * drafts + 1)
         emitted = self.steps.decode(slots)
         counts = emitted.counts.tolist()
-        abort_broken([req for req, count in zip(batch.reqs, counts, strict=True) if not count])
+        end_broken([req for req, count in zip(batch.reqs, counts, strict=True) if not count])
         lengths = emitted.counts.clamp(min=1)
         last = emitted.token_ids.gather(1, lengths.long()[:, None] - 1)[:, 0]
         return GenerationBatchResult(
@@ -117,10 +115,12 @@ class StepWorker(BaseSpecWorker):
             text = req.full_untruncated_fill_ids
             end = begin + count
             following = text[end] if end < len(text) else None
+            # SGLang's repetition penalty counts the output alone.
+            self.steps.set_sampling(slot, sampling_or_end(req), (), req.output_ids)
             chunks.append(Chunk(slot, begin, list(text[begin:end]), following))
         found = self.steps.prefill(chunks)
         pairs = zip(batch.reqs, chunks, found, strict=True)
-        abort_broken([req for req, c, token in pairs if token is None and c.following is None])
+        end_broken([req for req, c, token in pairs if token is None and c.following is None])
         tokens = torch.tensor([token or 0 for token in found], device=slots.device)
         return GenerationBatchResult(
             next_token_ids=tokens,
@@ -157,39 +157,6 @@ def host_pools(hosted: HostedModel, pool: Any, num_layers: int) -> dict[str, Ten
         if buffer.is_paged and int(layer) < num_layers:
             found[name] = by_pages(pool, int(layer), role)
     return found
-
-
-def refuse_unsupported(requests: Any) -> None:
-    """End requests that ask for what these steps do not do, with a message to the client."""
-    for req in requests:
-        params = req.sampling_params
-        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        asked = {
-            "sampling (temperature 0 is served)": params.top_k > 1,
-            "penalties": penalties != (0, 0, 1),
-            "min_new_tokens": params.min_new_tokens,
-            "logit_bias": params.logit_bias,
-            "a logit processor": req.custom_logit_processor,
-            "log-probabilities": req.return_logprob,
-            "a grammar": req.grammar,
-            "hidden states": req.return_hidden_states,
-            "embeddings": req.input_embeds or req.multimodal_inputs,
-            "an adapter (LoRA)": req.lora_id,
-        }
-        found = [what for what, is_asked in asked.items() if is_asked]
-        if found and not req.finished():
-            req.to_finish = FINISH_ABORT(
-                f"--speculative-algorithm {STEP_NAME}: the request asks for {found[0]}, which "
-                "mtpc's steps in SGLang do not do: leave it out, or start SGLang with MTPC",
-                HTTPStatus.BAD_REQUEST,
-                "BadRequestError",
-            )
-
-
-def abort_broken(requests: Any) -> None:
-    """End requests whose logits were not finite."""
-    for req in requests:
-        req.to_finish = FINISH_ABORT("the logits were not finite", HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def _carried(last: Tensor) -> EagleDraftInput:

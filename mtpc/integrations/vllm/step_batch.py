@@ -1,4 +1,4 @@
-"""Iterations of vLLM's scheduler as mtpc's steps. This module does not import vLLM."""
+"""Iterations of vLLM's scheduler as mtpc's steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from mtpc.errors import NumericsError, UnsupportedModelError
 from mtpc.integrations.host_steps import Chunk, HostSteps
+from mtpc.integrations.vllm.step_requests import sampling_of
 from mtpc.layout.specs import NO_TOKEN
+from mtpc.sampling_params import SamplingParams
 
 
 @dataclass
@@ -21,6 +23,8 @@ class Request:
         token_ids: prompt and output.
         pages: vLLM's blocks, in order.
         computed: tokens whose KV is final.
+        num_prompt: tokens of the prompt.
+        sampling: how its tokens are chosen.
         slot: its slot; 0 until it is scheduled, and after vLLM has preempted it.
         drafts: what vLLM may schedule next; None until the text has been prefilled to its end.
     """
@@ -28,6 +32,8 @@ class Request:
     token_ids: list[int]
     pages: list[int]
     computed: int
+    num_prompt: int
+    sampling: SamplingParams
     slot: int = 0
     drafts: list[int] | None = None
 
@@ -76,6 +82,7 @@ class StepBatch:
             end = request.computed + count
             following = request.token_ids[end] if end < len(request.token_ids) else None
             text = request.token_ids[request.computed : end]
+            self._set_sampling(request)
             chunks.append(Chunk(request.slot, request.computed, text, following))
             prefilled.append(request)
         self._set_tables([*prefilled, *decoded])
@@ -103,9 +110,13 @@ class StepBatch:
             if new.req_id in self.requests:
                 self._leave(self.requests[new.req_id])
             # The V2 runner is told of a preempted request as of a new one, output included.
-            text = new.prefill_token_ids or new.prompt_token_ids
-            request = Request(list(text), list(new.block_ids[0]), new.num_computed_tokens)
-            self.requests[new.req_id] = request
+            self.requests[new.req_id] = Request(
+                list(new.prefill_token_ids or new.prompt_token_ids),
+                list(new.block_ids[0]),
+                new.num_computed_tokens,
+                len(new.prompt_token_ids),
+                sampling_of(new.sampling_params),
+            )
         cached = output.scheduled_cached_reqs
         for name, pages, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
@@ -133,6 +144,10 @@ class StepBatch:
     @property
     def _spec_tokens(self) -> int:
         return self.steps.model.options.spec_tokens
+
+    def _set_sampling(self, request: Request) -> None:
+        text, begin = request.token_ids, request.num_prompt
+        self.steps.set_sampling(request.slot, request.sampling, text[:begin], text[begin:])
 
     def _set_tables(self, requests: Sequence[Request]) -> None:
         if not requests:

@@ -21,7 +21,7 @@ from mtpc.integrations.vllm.step_batch import StepBatch
 
 LAYER = "mtpc"
 """What vLLM knows as the only layer with a KV cache: a block of it has the pages of all layers."""
-GREEDY = "mtpc.integrations.vllm.step_requests:GreedyRequests"
+CHECK = "mtpc.integrations.vllm.step_requests:StepRequests"
 
 
 class StepWorker(WorkerBase):
@@ -57,7 +57,7 @@ class StepWorker(WorkerBase):
         )
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        """Compile the steps, for some size of the pool: vLLM asks how large a block is first."""
+        """Compile the steps, for the pool that vLLM makes once it knows how large a block is."""
         self._compile(self.cache_config.num_gpu_blocks_override)
         check_prefixes(self._hosted, self.cache_config.enable_prefix_caching)
 
@@ -132,6 +132,7 @@ class StepWorker(WorkerBase):
             self.model_config.max_model_len,
             self.scheduler_config.max_num_seqs,
             (self.device_config.device.type, self.model_config.dtype),
+            self.cache_config.kv_cache_memory_bytes or 0,
         )
 
 
@@ -170,8 +171,8 @@ def check_config(config: Any) -> None:
             or spec.rejection_sample_method != "standard"
             or spec.num_speculative_tokens_per_batch_size
         ),
-        f"no check of requests: set logits_processors to {GREEDY}": (
-            GREEDY not in (model.logits_processors or ())
+        f"no check of requests: set logits_processors to {CHECK}": (
+            CHECK not in (model.logits_processors or ())
         ),
         "no size of the KV cache: set kv_cache_memory_bytes or num_gpu_blocks_override": (
             not is_sized
@@ -188,6 +189,7 @@ def check_config(config: Any) -> None:
         f"runner {model.runner_type}": model.runner_type != "generate",
         "prompt embeddings": model.enable_prompt_embeds,
         "LoRA": config.lora_config,
+        "watermarking": config.watermark_config,
         "a KV connector": config.kv_transfer_config or config.ec_transfer_config,
         "max_model_len -1": model.original_max_model_len == -1,
     }
