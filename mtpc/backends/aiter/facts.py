@@ -170,6 +170,10 @@ FACTS: Mapping[str, Fact] = MappingProxyType(
         "latent rows follow each other": Fact(
             True, (Source(_ASM, 806, "Q->is_contiguous()"), Source(_ASM, 714, "KV->stride(0)"))
         ),
+        # Of the cache, and valid: aiter's own test of latent attention has so many.
+        "rows behind the lists": Fact(
+            10_000, (Source(_TEST, 168, "n_kv_idx = kv_indptr[-1].item() + 10000"),)
+        ),
         "prompt heads": Fact(
             (16, 128), (Source(_ASM, 1252, "gqa_ratio == 16 || gqa_ratio == 128"),)
         ),
