@@ -116,7 +116,7 @@ def count(graph: StepGraph, device: str) -> Count:
     for _, target in operators(bound.graph):
         space, _, name = str(target).removesuffix(".default").partition(".")
         if space in _LIBRARIES:
-            calls[_LIBRARIES[space], name] += 1
+            calls["triton" if name == "token_lists" else _LIBRARIES[space], name] += 1
         products += space == "aten" and name in ("linear", "matmul", "mm", "bmm", "addmm")
     found = (_NOTE.fullmatch(note) for note in notes)
     ordered = tuple((*key, n) for key, n in sorted(calls.items()))
