@@ -160,18 +160,16 @@ def _place_embeddings(graph: StepGraph) -> int:
 
 
 def _place_biased_experts(graph: StepGraph, read: Callable[[GroupSpec], GroupSpec]) -> int:
-    """Replace experts with biases whose checkpoint stores codes; returns how many. `read`: how a
-    weight is stored -> how kernels read it."""
+    """Replace experts with biases that are stored as codes, by codes as `read` gives them."""
     found: dict[fx.Node, Sequence[GroupSpec]] = {}
     for node in graph.graph.nodes:
         if not is_call(node, torch.ops.mtpc.biased_experts.default):
             continue
         operands = [arguments(node)[name] for name in EXPERT_WEIGHTS]
         if all(weight_of(graph, operand) is not None for operand in operands):
-            all_specs = (graph.weights.spec(str(operand.target)) for operand in operands)
-            read_as = (read(spec) for spec in all_specs if spec and spec.turned)
-            specs = [spec for spec in read_as if "zeros" not in spec.pieces]
-            if len(specs) == len(operands):
+            stored = (graph.weights.spec(str(operand.target)) for operand in operands)
+            specs = [read(spec) for spec in stored if spec and spec.turned]
+            if len(specs) == len(operands) and all("zeros" not in s.pieces for s in specs):
                 found[node] = specs
     target = torch.ops.mtpc.grouped_biased_experts.default
     return exchange(

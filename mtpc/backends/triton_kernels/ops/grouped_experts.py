@@ -2,8 +2,8 @@
 
 Programs share the work as in `experts`. Launches round rows, compute gate and up with the
 activation in float32, round its rows, compute the down projection, and sum over experts. With
-float8 they round nothing. Experts with biases, as gpt-oss has them, have the features of gate and up
-in turns: a tile has half as many of each.
+float8 they round nothing. Experts with biases, as gpt-oss has them, have the features of gate and
+up in turns: a tile has half as many of each.
 """
 
 from __future__ import annotations
@@ -181,9 +181,7 @@ def grouped_biased_experts(
 ) -> Plan:  # fmt: skip
     """Six launches, four with float8."""
     weights = (gate_up, gate_up_scales, None), (down, down_scales, None)
-    form = dict(
-        LIMIT=float(limit), LIMIT_INPUT=True, GELU=False, TURNS=True, ALPHA=float(alpha)
-    )
+    form = dict(LIMIT=float(limit), LIMIT_INPUT=True, GELU=False, TURNS=True, ALPHA=float(alpha))
     biases = (gate_up_bias.contiguous(), down_bias.contiguous())
     return _plan(x, weights, biases, (expert_ids, expert_weights), form, batch_invariant)
 
