@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.batches import WILD
 from helpers.triton_here import INTERPRETS, NO_INTERPRETER
 from torch import Tensor
 
@@ -18,7 +17,8 @@ from mtpc.backends.triton_kernels.launch import run
 from mtpc.backends.triton_kernels.token_lists import list_plan
 
 pytestmark = pytest.mark.triton
-POISON = -7
+POISON, WILD = -7, 123_457
+"""What no list has: in memory that is left alone, and as a page that no context reaches."""
 
 
 def _table(lens: list[int], page: int, blocks: int) -> tuple[Tensor, Tensor]:
