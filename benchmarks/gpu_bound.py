@@ -28,7 +28,7 @@ from benchmarks.harness import command
 from benchmarks.harness.released_shapes import RELEASED
 from mtpc import CompileOptions
 from mtpc.backends import aiter
-from mtpc.backends.aiter.facts import DEVICES
+from mtpc.backends.aiter.facts import DEVICES, UNBOUND
 from mtpc.backends.aiter.limits import latent_parts
 from mtpc.backends.bindings import BindKernels
 from mtpc.backends.cuda import CrossBackend
@@ -56,7 +56,8 @@ class Count:
     Attributes:
         calls: (library, operator, calls).
         products: calls of PyTorch's matrix products.
-        why: operators that aiter's kernels refuse, with the reason.
+        why: operators that run elsewhere, with why aiter's kernel refuses them, or the functions of
+            aiter that mtpc does not bind.
     """
 
     calls: tuple[tuple[str, str, int], ...]
@@ -116,11 +117,20 @@ def count(graph: StepGraph, device: str) -> Count:
     for _, target in operators(bound.graph):
         space, _, name = str(target).removesuffix(".default").partition(".")
         if space in _LIBRARIES:
-            calls[_LIBRARIES[space], name] += 1
+            calls["triton" if name == "token_lists" else _LIBRARIES[space], name] += 1
         products += space == "aten" and name in ("linear", "matmul", "mm", "bmm", "addmm")
     found = (_NOTE.fullmatch(note) for note in notes)
     ordered = tuple((*key, n) for key, n in sorted(calls.items()))
-    return Count(ordered, products, tuple(sorted({(m[1], m[2]) for m in found if m})))
+    refused = {(m[1], m[2]) for m in found if m}
+    return Count(ordered, products, tuple(sorted(refused | {*_left_out(calls)})))
+
+
+def _left_out(calls: Counter[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Operators on other kernels that aiter has functions for, and these."""
+    for each in UNBOUND:
+        for operator in each.operator.split(", "):
+            if any(key in calls for key in (("triton", operator), ("reference", operator))):
+                yield operator, each.function
 
 
 def rows(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

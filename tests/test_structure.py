@@ -249,7 +249,7 @@ def test_every_family_is_in_the_tables() -> None:
 
 LINES = {
     ".": 2530,
-    "backends": 14570,
+    "backends": 14760,
     "capture": 1240,
     "certificate": 1510,
     "cli": 4360,
@@ -286,7 +286,7 @@ def test_folders_do_not_grow() -> None:
     assert LINES.keys() == found.keys(), f"LINES = {{\n{table}}}"
 
 
-BENCHMARK_LINES = 13_130
+BENCHMARK_LINES = 13_150
 """Most lines of Python below benchmarks. Lower it when they shrink."""
 
 

@@ -332,6 +332,14 @@ def _grouped_experts(new: Inputs) -> Iterator[Arguments]:
     yield new.normal(1, 256), *parts, new.distinct(2, 8, 1), new.uniform(1, 2), 1.0, True
 
 
+def _grouped_biased_experts(new: Inputs) -> Iterator[Arguments]:
+    for kind, group in (("int4", 32), ("int8", 32), ("float8", 128)):
+        wide = _grouped(new, kind, group, 8, 256, 256)[:2]
+        narrow = _grouped(new, kind, group, 8, 256, 128)[:2]
+        weights = (*wide, new.normal(8, 256), *narrow, new.normal(8, 256))
+        yield new.normal(5, 256), *weights, new.distinct(2, 8, 5), new.uniform(5, 2), 1.5, 1.7
+
+
 _GROUPED_FORMS: tuple[tuple[Kind, int, bool], ...] = (
     ("int4", 32, False), ("int4", 128, True), ("int8", 64, False), ("int8", 256, False),
     ("float8", 128, False),
@@ -458,6 +466,7 @@ CALLS: dict[str, tuple[Make, tuple[torch.dtype, ...]]] = {
     "grouped_gated_linear": (_grouped_gated_linear, HALVES),
     # In float32 one activation that is rounded the other way is more than the tolerance.
     "grouped_experts": (_grouped_experts, HALVES),
+    "grouped_biased_experts": (_grouped_biased_experts, HALVES),
     "sample": (_sample, ALL),
     "count_tokens": (_count_tokens, (torch.int32,)),
     "write_logprobs": (_write_logprobs, (torch.float32,)),

@@ -170,7 +170,7 @@ RELEASED: Mapping[str, Released] = {
     "GLM-4.5": Released(_GLM, "bfloat16", _plain),
     "GLM-4.7-Flash": Released(_FLASH, "bfloat16", _plain, ranks=(1, 2)),
     "gpt-oss-120b": Released(
-        _OSS, "experts MXFP4, dequantised", _mxfp4_stacks, {"quant_method": "mxfp4"},
+        _OSS, "experts MXFP4", _mxfp4_stacks, {"quant_method": "mxfp4"},
         has_drafts=False,
     ),
 }  # fmt: skip

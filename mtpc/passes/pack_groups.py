@@ -43,9 +43,9 @@ class PackBlocks(Pass, policy="backend"):
 
     Such weights have codes of 5 or 6 bits, codes that are places in a table, or scales of
     super-blocks, as GGUF's types have them. Without this pass, pack-groups widens their codes to 4
-    or 8 bits and their scales to floats. Embeddings whose checkpoint stores codes are read by row,
-    and stay codes as well; so do experts with biases, as gpt-oss has them. On by default on
-    backends with kernels for them (cpu).
+    or 8 bits and their scales to floats, those of experts with biases (gpt-oss), too. Embeddings
+    whose checkpoint stores codes are read by row, and stay codes as well. On by default on backends
+    with kernels for them (cpu).
     """
 
     scheme: str = ""
@@ -55,7 +55,7 @@ class PackBlocks(Pass, policy="backend"):
             found = _spec_of(graph, self.scheme, name, weight)
             return None if found is None or found == found.widened() else found
 
-        placed = _place_embeddings(graph) + _place_biased_experts(graph)
+        placed = _place_embeddings(graph) + _place_biased_experts(graph, lambda stored: stored)
         return placed + place_groups(graph, spec, "grouped")
 
 
@@ -80,7 +80,8 @@ class PackGroups(Pass, policy="backend"):
             found = _spec_of(graph, self.scheme, name, weight)
             return found and found.widened()
 
-        return place_groups(graph, spec, "grouped")
+        placed = _place_biased_experts(graph, lambda stored: stored.widened())
+        return placed + place_groups(graph, spec, "grouped")
 
 
 def _spec_of(graph: StepGraph, scheme: str, name: str, weight: Tensor) -> GroupSpec | None:
@@ -158,17 +159,17 @@ def _place_embeddings(graph: StepGraph) -> int:
     return tidy(graph, len(found))
 
 
-def _place_biased_experts(graph: StepGraph) -> int:
-    """Replace experts with biases whose checkpoint stores codes; returns how many."""
+def _place_biased_experts(graph: StepGraph, read: Callable[[GroupSpec], GroupSpec]) -> int:
+    """Replace experts with biases that are stored as codes, by codes as `read` gives them."""
     found: dict[fx.Node, Sequence[GroupSpec]] = {}
     for node in graph.graph.nodes:
         if not is_call(node, torch.ops.mtpc.biased_experts.default):
             continue
         operands = [arguments(node)[name] for name in EXPERT_WEIGHTS]
         if all(weight_of(graph, operand) is not None for operand in operands):
-            all_specs = (graph.weights.spec(str(operand.target)) for operand in operands)
-            specs = [s for s in all_specs if s and s.turned and "zeros" not in s.pieces]
-            if len(specs) == len(operands):
+            stored = (graph.weights.spec(str(operand.target)) for operand in operands)
+            specs = [read(spec) for spec in stored if spec and spec.turned]
+            if len(specs) == len(operands) and all("zeros" not in s.pieces for s in specs):
                 found[node] = specs
     target = torch.ops.mtpc.grouped_biased_experts.default
     return exchange(

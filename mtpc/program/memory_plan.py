@@ -24,7 +24,7 @@ from mtpc.layout import Layout
 from mtpc.layout.buffers import N
 from mtpc.layout.progress import Detail, Report
 from mtpc.layout.slot_state import snapshots_nbytes
-from mtpc.passes.pack_groups import PackBlocks
+from mtpc.passes.pack_groups import PackBlocks, PackGroups
 from mtpc.plan import Plan
 from mtpc.program.program import HostNeed, buffer_bytes
 from mtpc.weights.packing import can_pack
@@ -239,7 +239,8 @@ def _copies(compiler: StepCompiler) -> int:
     """Bytes of the weights that are packed, or made of several stored ones."""
     loaded, share, total = compiler.loaded, compiler.share, 0
     headers, tables = loaded.headers, loaded.tables
-    keeps_turned = PackBlocks.name in {*compiler.backend.enables} - {*compiler.plan.disabled_passes}
+    packing = {*compiler.backend.enables} - {*compiler.plan.disabled_passes}
+    keeps_turned = bool(packing & {PackBlocks.name, PackGroups.name})
     for name, tensor in loaded.weights().items():
         is_table = id(tensor) in tables
         is_joined = headers is not None and headers.origin(tensor) is None

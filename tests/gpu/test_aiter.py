@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ import pytest
 import torch
 from helpers.batches import close, make_batch
 from helpers.fake_aiter import ALL, FUSED_MOE, MLA, SHUFFLE, UNIFIED, installer
-from torch._inductor import metrics
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import mtpc.ops.fused  # noqa: F401  (registers the references)
 from mtpc.backends import aiter
 from mtpc.backends.aiter import around
-from mtpc.backends.aiter.around import rows_off, token_lists
+from mtpc.backends.aiter.around import rows_off
 from mtpc.backends.aiter.limits import Place
-from mtpc.backends.cuda import compile_flat
+from mtpc.backends.aiter.token_lists import BEHIND, token_lists
 from mtpc.ops.traits import UNKNOWN, traits_of
 
 pytestmark = pytest.mark.with_triton
@@ -250,12 +246,16 @@ def test_queries_of_other_strides(phase: str, install: Callable[..., None]) -> N
 
 def test_token_lists() -> None:
     table = torch.tensor([[5, 6, -99], [7, 2**29, 2**29], [1, 2, 3]], dtype=torch.int32)
-    indptr, indices, last = token_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
-    assert indptr.tolist() == [0, 5, 6, 18]
-    rest = [*range(4, 16)]
-    assert indices.tolist() == [20, 21, 22, 23, 24, 0, *rest, *[0] * 18]
-    assert last.tolist() == [1, 1, 1]
-    assert {each.dtype for each in (indptr, indices, last)} == {torch.int32}
+    starts, rows = token_lists(table, torch.tensor([5, 0, 12], dtype=torch.int32), 4)
+    assert starts.tolist() == [0, 5, 6, 18]
+    assert rows[:18].tolist() == [20, 21, 22, 23, 24, 0, *range(4, 16)]
+    assert rows[18:].tolist() == [0] * (3 * 12 - 18 + BEHIND)
+    assert {each.dtype for each in (starts, rows)} == {torch.int32}
+    longer = token_lists(table, torch.tensor([1, 0, 99], dtype=torch.int32), 4)
+    assert longer[0].tolist() == [0, 1, 2, 14], "no longer than the table"
+    torch.library.opcheck(
+        token_lists, (table, starts[1:], 4), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_rows_off() -> None:
@@ -263,22 +263,6 @@ def test_rows_off() -> None:
     assert rows_off(lens, starts, 6).tolist() == [False, False, True, False, True, True]
     empty = torch.tensor([0, 0, 2, 2]).int()  # Requests without rows, the first one off.
     assert rows_off(torch.tensor([0, 3, 0]).int(), empty, 3).tolist() == [False, False, True]
-
-
-@pytest.mark.slow
-def test_lists_are_few_kernels() -> None:
-    """Starts, lists, the constant that layers share; and the search, which is apart on the CPU."""
-    table = torch.randint(0, 99, (6, 40), dtype=torch.int32)
-    lens = torch.tensor([5, 0, 40, 17, 0, 2], dtype=torch.int32)
-    mode = FakeTensorMode()
-    with mode:
-        fakes = mode.from_tensor(table), mode.from_tensor(lens)
-        module = make_fx(partial(token_lists, page_size=1), pre_dispatch=True)(*fakes)
-    metrics.reset()
-    made = compile_flat(module, (table, lens))(table, lens)
-    for ours, eager in zip(made, token_lists(table, lens, 1), strict=True):
-        assert torch.equal(ours, eager)
-    assert metrics.generated_kernel_count == 4
 
 
 def test_operators_have_the_traits_of_what_they_compute(install: Callable[..., None]) -> None:

@@ -186,3 +186,61 @@ def test_experts_beyond_the_table_and_rows_that_are_no_numbers(
     found = OURS.grouped_experts(x, *weights, ids.int(), shares)
     assert bool(found[4].isnan().all())
     assert torch.equal(found[:4], together[:4])
+
+
+# ---- grouped_biased_experts ------------------------------------------------------------------
+
+
+def _biased(form: tuple[Kind, int, Zeros], tokens: int, dtype: torch.dtype) -> list[Any]:
+    """Gate and up in turns; biases of all experts and features differ; limit and alpha."""
+    x, wide, wide_scales, _, narrow, narrow_scales, _, ids, shares = experts_call(
+        tokens, (form[0], form[1], ""), dtype, hidden=192
+    )
+    gen = torch.Generator().manual_seed(tokens)
+    biases = [torch.randn(5, n, generator=gen).to(dtype) for n in (128, 192)]
+    assert x is not None
+    weights = (wide, wide_scales, biases[0], narrow, narrow_scales, biases[1])
+    return [2 * x, *weights, ids, shares, 1.5, 1.7]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [("int8", 32, ""), ("int4", 64, ""), ("float8", 64, "")])
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+def test_biased_experts_equal_the_reference(
+    tokens: int, form: tuple[Kind, int, Zeros], dtype: torch.dtype
+) -> None:
+    """Both bounds and every bias decide."""
+    given = _biased(form, tokens, dtype)
+    expected = REFERENCE.grouped_biased_experts(*given)
+    _close_but_for_steps(OURS.grouped_biased_experts(*given), expected)
+    for place, other in ((3, given[3].flip(1)), (6, given[6].flip(0)), (9, 99.0), (10, 1.0)):
+        changed = [*given[:place], other, *given[place + 1 :]]
+        wrong = REFERENCE.grouped_biased_experts(*changed) - expected
+        assert float(wrong.float().norm()) > 2e-2 * float(expected.float().norm())
+
+
+def test_biased_experts_of_some_rows() -> None:
+    """Choices beyond the table add no bias either; NaN stays in its row; no row depends on others
+    where `batch_invariant` asks for that."""
+    given = _biased(("int8", 32, ""), 5, torch.float32)
+    given[7][:, 1] = torch.tensor([99, -1, WILD, 6, -WILD])
+    given[7][2, 0] = -1
+    together = OURS.grouped_biased_experts(*given)
+    _close_but_for_steps(together, REFERENCE.grouped_biased_experts(*given))
+    assert together[2].eq(0).all()
+    given[0][4] = torch.nan
+    found = OURS.grouped_biased_experts(*given)
+    assert bool(found[4].isnan().all())
+    assert torch.equal(found[:4], together[:4])
+    apart = {"configs": "batch_invariant"}
+    whole = OURS.grouped_biased_experts(*given, **apart)
+    first = [each[:1] if index in (0, 7, 8) else each for index, each in enumerate(given)]
+    assert torch.equal(OURS.grouped_biased_experts(*first, **apart), whole[:1])
+    empty = [each[:0] if index in (0, 7, 8) else each for index, each in enumerate(given)]
+    assert OURS.grouped_biased_experts(*empty).shape == (0, 192)
+
+
+def test_steps_bind_biased_experts() -> None:
+    given = _biased(("int8", 32, ""), 4, torch.bfloat16)
+    tensors = {f"batch_{i}": t for i, t in enumerate(given) if isinstance(t, Tensor)}
+    assert notes_of(REFERENCE.grouped_biased_experts, given, tensors) == []

@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mtpc.backends.aiter.token_lists import BEHIND
 from mtpc.backends.peer_memory import PEERS, PeerMemory, bytes_of
 from mtpc.backends.targets import Target
 from mtpc.backends.triton_kernels.configs import BATCH_INVARIANT
 from mtpc.backends.triton_kernels.crosscompile import Specialisation
 from mtpc.backends.triton_kernels.launch import Choice, Launch
 from mtpc.backends.triton_kernels.plans import plan
+from mtpc.backends.triton_kernels.token_lists import list_plan
 from mtpc.weights.grouped import PACKED_INPUTS, Kind
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -284,6 +286,18 @@ def _grouped_experts(
     return plan("grouped_experts", x, *wide, None, *narrow, None, ids, shares)[0]
 
 
+def _biased_experts(tokens: int, dtype: torch.dtype = BF16) -> list[Launch]:
+    """gpt-oss-120b's: four of 128 experts of 2,880 features of 2,880, MXFP4 as codes of 8 bits."""
+    count, width, inner = 128, 2880, 2880
+    wide = _codes("int8", 32, count, 2 * inner, width)
+    narrow = _codes("int8", 32, count, width, inner)
+    biases = _fake(count, 2 * inner), _fake(count, width)
+    x, ids = _fake(tokens, width, dtype=dtype), _fake(tokens, 4, dtype=torch.int64)
+    weights = (*wide, biases[0], *narrow, biases[1])
+    shares = _fake(tokens, 4, dtype=dtype)
+    return plan("grouped_biased_experts", x, *weights, ids, shares, 7.0, 1.702)[0]
+
+
 def _sinkhorn(tokens: int, streams: int) -> list[Launch]:
     return plan("sinkhorn", _fake(tokens, streams, streams, dtype=torch.float32), 20, 1e-6)[0]
 
@@ -370,6 +384,9 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     ),
     "DeepSeek-V3, 1 x 5 rows, float16": lambda: mla(1, 5, FP16),
     "DeepSeek-V3, 64 x 1 rows": lambda: mla(64, 1),
+    "aiter's lists of 64 x 32,768 tokens": lambda: [
+        list_plan(*_indices(64, 2048)[:2], 16, BEHIND)[0]
+    ],
     "DeepSeek-V3 experts, 5 rows": lambda: _experts(5, (256, 7168, 2048)),
     "GLM-4.5-Air experts, 5 rows, float32": lambda: _experts(5, (128, 4096, 1408), dtype=FP32),
     "GLM-4.5-Air experts, 64 rows": lambda: _experts(64, (128, 4096, 1408)),
@@ -416,6 +433,8 @@ SHIPPED: dict[str, Callable[[], list[Launch]]] = {
     "int8 experts of DeepSeek-V3, 64 rows": lambda: _grouped_experts(
         64, "int8", (7168, 2048), (256, 7168, 2048)
     ),
+    "gpt-oss's experts, 4 rows": lambda: _biased_experts(4),
+    "gpt-oss's experts, prompt of 1024, float16": lambda: _biased_experts(1024, FP16),
     "int4 projection in groups of 32, 4 rows": lambda: _grouped(4, "int4", 32, (4096, 4096)),
     "int4 projection in groups of 128, 64 rows, float16": lambda: _grouped(
         64, "int4", 128, (4096, 4096), FP16

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.blocks import BlockWeight, random_blocks
-from helpers.grouped import random_weight
 from torch import Tensor
 from torch.library import CustomOpDef
 
@@ -93,9 +92,6 @@ def _on_cpu(new: Inputs) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "packed_experts", (x, *stacks, *choices)
     turned = [part for n in (128, 64) for part in (new.normal(2, 64, n), new.normal(2, n))]
     yield "biased_experts", (x, *turned, *choices, 3.0, 1.7)
-    wide, narrow = (random_weight("int4", (2, n, 64), 32).parts[:2] for n in (128, 64))
-    coded = (*wide, turned[1], *narrow, turned[3])
-    yield "grouped_biased_experts", (x, *coded, *choices, 3.0, 1.7)
     operands = [down, new.normal(64), both]
     yield "linear_chain", (x, new.normal(5, 64), LINEAR + NORM + GATED, operands, 1e-5)
     yield "float32_linear", (x, new.normal(7, 64))

@@ -11,16 +11,23 @@ import pytest
 import torch
 from helpers import derived
 from helpers.derived import NEW, OPTIONS, PROMPTS
+from helpers.plans import plan_of
 from helpers.released.gpt_oss import STACKS, save_released, with_codes
-from helpers.whole_steps import compiler_of
+from helpers.whole_steps import model_of
 from safetensors.torch import load_file
 from torch import Tensor
 
 import mtpc
+from mtpc.api import SpecModel
+from mtpc.backends.base import Backend
 from mtpc.backends.cpu.backend import CpuBackend
+from mtpc.backends.cuda import CudaBackend, GpuBackend
+from mtpc.backends.eager import EagerBackend
+from mtpc.backends.null import NullGraphs
 from mtpc.errors import CheckpointError
 from mtpc.layout import StepKey
 from mtpc.models.load import load
+from mtpc.program.compiler import StepCompiler
 from mtpc.weights.block_rows import BlockRows
 from mtpc.weights.checkpoint import Checkpoint
 
@@ -76,17 +83,25 @@ NEAR = 0.1
 """Mean error of log-probabilities; that of the same model in bfloat16, without codes, is 0.055."""
 
 
-def test_codes_stay_codes(released: tuple[Path, Any]) -> None:
-    """A step reads no dequantised weight of an expert, and its codes take up to 4.5 bits each."""
+def _compiler(directory: Path, backend: Backend) -> StepCompiler:
+    plan = plan_of(**{**SIZES, "spec_tokens": 0, "batch_buckets": (1,)})
+    return StepCompiler(load(directory, "bfloat16", needs_mtp=False), plan, backend)
+
+
+@pytest.mark.parametrize("backend", [CpuBackend(), GpuBackend((), "cpu", False)])
+def test_codes_stay_codes(released: tuple[Path, Any], backend: Backend) -> None:
+    """A step reads no dequantised weight of an expert, and its codes take up to 4.5 bits each, 8.5
+    for GPUs."""
     directory, model = released
-    options = {**SIZES, "spec_tokens": 0, "batch_buckets": (1,)}
-    compiler = compiler_of(directory, "bfloat16", CpuBackend(), **options)
+    compiler = _compiler(directory, backend)
     graph = compiler.rewrite(compiler.trace(StepKey.decode(1, 0)))
     held = {str(node.target) for node in graph.graph.nodes if node.op == "get_attr"}
     read = [name for name in held if "experts" in name and not name.endswith("_bias")]
     assert {name.rpartition(".")[2] for name in read} == {"codes", "scales"}
     weights = sum(p.numel() for n, p in model.named_parameters() if n.endswith(STACKS))
-    assert 0 < 8 * sum(graph.weights[name].nbytes for name in read) <= 4.5 * weights
+    most, scales = (4.5, torch.uint8) if isinstance(backend, CpuBackend) else (8.5, torch.bfloat16)
+    assert {graph.weights[name].dtype for name in read if name.endswith("scales")} == {scales}
+    assert 0 < 8 * sum(graph.weights[name].nbytes for name in read) <= most * weights
 
 
 def test_logits_are_near_those_of_the_dequantised_weights(released: tuple[Path, Any]) -> None:
@@ -94,8 +109,13 @@ def test_logits_are_near_those_of_the_dequantised_weights(released: tuple[Path, 
     directory, model = released
     spec = mtpc.compile(directory, spec_tokens=0, batch_buckets=(1,), **CPU)
     assert not spec.stats.fallbacks
+    assert _mean_error(spec, model, MORE) < NEAR
+
+
+def _mean_error(spec: SpecModel, model: Any, prompts: list[list[int]]) -> float:
+    """Of the five largest log-probabilities of each token, beside the dequantised weights'."""
     errors = []
-    for prompt in MORE:
+    for prompt in prompts:
         found = spec.generate(prompt, LONG, ignore_eos=True, logprobs=5)
         with torch.no_grad():
             ids = torch.tensor([[*prompt, *found]])
@@ -103,8 +123,8 @@ def test_logits_are_near_those_of_the_dequantised_weights(released: tuple[Path, 
         assert logits.std() > 1
         for row, token in zip(logits.log_softmax(-1), found.logprobs or [], strict=True):
             errors += [abs(value - float(row[each])) for each, value in token.top]
-    assert len(errors) == 5 * LONG * len(MORE)
-    assert sum(errors) < NEAR * len(errors)
+    assert len(errors) == 5 * LONG * len(prompts)
+    return sum(errors) / len(errors)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +154,14 @@ def test_text_is_plain_decoding(
     assert [spec.generate(MORE, LONG, **FREE | asked) for asked in ASKED] == plain
     assert not spec.stats.fallbacks
     assert (0 < sum(spec.stats.accepted) < sum(spec.stats.drafted)) == (count > 0)
+
+
+def test_logits_of_the_codes_that_gpus_read(released: tuple[Path, Any]) -> None:
+    """By the references, on the null device."""
+    directory, model = released
+    backend = CudaBackend(NullGraphs(), EagerBackend().lower, (), device="cpu")
+    spec = model_of(_compiler(directory, backend))
+    assert _mean_error(spec, model, MORE[:2]) < NEAR
 
 
 # ---- GGUF ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from mtpc.backends.aiter.limits import Parts, Place, latent_parts, latent_rows
 from mtpc.backends.aiter.sizes import latent_splits, units
+from mtpc.backends.aiter.token_lists import token_lists
 
 Calls = Sequence[Any]
 
@@ -42,9 +43,10 @@ def latent_attention(
     decode, prefill = calls
     (num_reqs, blocks), page_size = block_table.shape, latent_cache.shape[1]
     rows = latent_rows(q.shape[0], num_reqs, place.phase)
-    lists = token_lists(block_table, seq_lens, page_size)
+    last = torch.ones(num_reqs, dtype=torch.int32, device=q.device)
     given: tuple[Any, ...] = (latent_cache, block_table, seq_lens, query_start_loc, scale,
-                              latent_rank, *lists)  # fmt: skip
+                              latent_rank, *token_lists(block_table, seq_lens, page_size),
+                              last)  # fmt: skip
     if rows is not None:
         splits = latent_splits(num_reqs, blocks * page_size, units(q.device))
         starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=q.device) * splits
@@ -78,37 +80,6 @@ def experts(
     mask = (torch.arange(count + 1, device=x.device) < count).int()
     result: Tensor = calls[0](x.contiguous(), gate_up, down, ids, weights, mask)
     return result
-
-
-def token_lists(
-    block_table: Tensor, seq_lens: Tensor, page_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The cache rows of all requests' tokens, one request behind the other: pages of one token.
-
-    Inductor makes a kernel of the starts, and one of the lists; the ones are the same for all.
-
-    Args:
-        block_table: int32 [R, M].
-        seq_lens: int32 [R]; a request that is off (0) is given the null page's first row, so that
-            no list is empty.
-        page_size: tokens per page, P.
-
-    Returns:
-        Where each request's list begins, int32 [R + 1]; the lists, int32 [R * M * P] (0 behind the
-        last); and tokens in each request's last page, int32 [R], all 1.
-    """
-    (num_reqs, blocks), device = block_table.shape, block_table.device
-    longest, each = blocks * page_size, torch.arange(num_reqs + 1, device=device)
-    before = each[:, None] > each[None, :-1]
-    lens = seq_lens.clamp(1, longest)
-    starts = torch.where(before, lens, 0).sum(1, dtype=torch.int32)
-    place = torch.arange(num_reqs * longest, dtype=torch.int32, device=device)
-    request = (torch.searchsorted(starts, place, right=True) - 1).clamp(max=num_reqs - 1)
-    position = (place - starts[request]).clamp(0, longest - 1)
-    row = block_table[request, position // page_size] * page_size + position % page_size
-    is_listed = (place < starts[request + 1]) & (seq_lens[request] > 0)
-    last = torch.ones(num_reqs, dtype=torch.int32, device=device)
-    return starts, torch.where(is_listed, row, 0).int(), last
 
 
 def rows_off(seq_lens: Tensor, query_start_loc: Tensor, num_rows: int) -> Tensor:

@@ -68,7 +68,7 @@ class Unbound:
 
     Attributes:
         function: aiter's.
-        operator: of mtpc, whose calls it could take.
+        operator: of mtpc, whose calls it could take; or several.
         form: of these calls.
         why: what stands against it.
         sources: of that.
@@ -85,7 +85,7 @@ _MLA, _ASM, _TEST = "aiter/mla.py", "csrc/py_itfs_cu/asm_mla.cu", "op_tests/test
 _MOE, _TILES = "aiter/fused_moe.py", "csrc/ck_gemm_moe_2stages_codegen/gen_instances.py"
 _UNIFIED = "aiter/ops/triton/attention/unified_attention.py"
 _UNIFIED_KERNEL = "aiter/ops/triton/_triton_kernels/attention/unified_attention.py"
-_CONFIGS = "aiter/ops/triton/configs/gemm"
+_OPS, _CONFIGS = "aiter/ops", "aiter/ops/triton/configs/gemm"
 _SORT = "csrc/include/moe_sorting_opus.h"
 
 
@@ -170,6 +170,10 @@ FACTS: Mapping[str, Fact] = MappingProxyType(
         "latent rows follow each other": Fact(
             True, (Source(_ASM, 806, "Q->is_contiguous()"), Source(_ASM, 714, "KV->stride(0)"))
         ),
+        # Of the cache, and valid: aiter's own test of latent attention has so many.
+        "rows behind the lists": Fact(
+            10_000, (Source(_TEST, 168, "n_kv_idx = kv_indptr[-1].item() + 10000"),)
+        ),
         "prompt heads": Fact(
             (16, 128), (Source(_ASM, 1252, "gqa_ratio == 16 || gqa_ratio == 128"),)
         ),
@@ -231,10 +235,18 @@ UNBOUND = (
         (Source(_MOE, 759, "q_dtype_a = w1.dtype"), Source(_MOE, 3131, "quant_func(")),
     ),
     Unbound(
-        "fused_moe", "grouped_experts", "MXFP4 (DeepSeek-V4, gpt-oss)",
-        "reads two codes a byte; on GPUs mtpc widens V4's to 8 bits (pack-groups), and dequantises "
-        "gpt-oss's. With SiLU it rounds rows to 4 bits, too",
+        "fused_moe", "grouped_experts", "MXFP4 (DeepSeek-V4)",
+        "reads two codes a byte, which mtpc widens to 8 bits (pack-groups), and rounds rows to 4",
         (Source(_MOE, 797, "q_dtype_a = dtypes.fp4x2"),),
+    ),
+    Unbound(
+        "fused_moe", "grouped_biased_experts", "MXFP4 (gpt-oss)",
+        "reads two codes a byte; rows stay in 16 bits only below a number that the environment "
+        "sets, so prompts are rounded otherwise than decode steps",
+        (
+            Source(_MOE, 768, "AITER_BF16_FP8_MOE_BOUND"),
+            Source(_MOE, 792, 'get_gfx() != "gfx950" or M < bf16_fp8_bound'),
+        ),
     ),
     Unbound(
         "fused_moe", "experts", "GELU; bounds of gate and up",
@@ -257,6 +269,38 @@ UNBOUND = (
             Source("aiter/ops/triton/gemm/basic/gemm_a16w8_blockscale.py", 27, "prequant"),
             Source(f"{_CONFIGS}/gfx942-GEMM-A16W8_BLOCKSCALE.json", 3, '"BLOCK_SIZE_M": 128'),
             Source(f"{_CONFIGS}/gfx950-GEMM-A16W8_BLOCKSCALE.json", 3, '"BLOCK_SIZE_M": 8'),
+        ),
+    ),
+    Unbound(
+        "fused_split_gdr_update, gdr_decode_packed_bf16", "gated_delta_rule", "all",
+        "write the state that they read, and mtpc's step keeps the state before its drafts. One "
+        "has an order of its own for states, the other one row a request and 8 and 32 heads",
+        (
+            Source(f"{_OPS}/fused_split_gdr_update.py", 65, "swizzled state, updated in-place"),
+            Source(f"{_OPS}/gdr_decode_packed_bf16.py", 11, "NUM_QK_HEADS = 8"),
+            Source(f"{_OPS}/gdr_decode_packed_bf16.py", 50, "Decode one token"),
+        ),
+    ),
+    Unbound(
+        "mhc_pre, mhc_fused_post_pre", "sinkhorn", "all",
+        "join it with the product before it and the sums behind it, which mtpc's step has apart; "
+        "their decorators hide the signatures",
+        (
+            Source(f"{_OPS}/mhc.py", 312, "@torch_compile_guard"),
+            Source(f"{_OPS}/mhc.py", 517, "@torch_compile_guard"),
+        ),
+    ),
+    Unbound(
+        "deepgemm_fp8_paged_mqa_logits, top_k_per_row_decode", "choose_slots", "all",
+        "the scores are of queries and keys in float8; mtpc keeps both in the model's dtype",
+        (Source(f"{_OPS}/triton/attention/pa_mqa_logits.py", 464, "dtype = float8"),),
+    ),
+    Unbound(
+        "biased_grouped_topk, topk_softmax", "group_topk, topk", "all",
+        "compute scores and their norm, too, which Inductor fuses with what is around them",
+        (
+            Source(f"{_OPS}/topk.py", 178, "correction_bias"),
+            Source(f"{_OPS}/moe_op.py", 34, "need_renorm"),
         ),
     ),
     Unbound(

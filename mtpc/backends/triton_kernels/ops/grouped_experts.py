@@ -2,7 +2,8 @@
 
 Programs share the work as in `experts`. Launches round rows, compute gate and up with the
 activation in float32, round its rows, compute the down projection, and sum over experts. With
-float8 they round nothing.
+float8 they round nothing. Experts with biases, as gpt-oss has them, have the features of gate and
+up in turns: a tile has half as many of each.
 """
 
 from __future__ import annotations
@@ -35,17 +36,29 @@ _TILE: tl.constexpr = tl.constexpr(TILE)
 
 
 @triton.jit
+def _clamped(both, LIMIT: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(up + 1) gate sigmoid(alpha gate) of [rows, TILE] in turns, bounded as `mtpc::biased_experts`
+    says. It uses `where`, because minima would drop NaN."""
+    gate, up = tl.split(tl.reshape(both, [both.shape[0], _TILE // 2, 2]))
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (up + 1) * (gate / (1 + tl.exp(-ALPHA * gate)))
+
+
+@triton.jit
 def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, experts_ptr, picks_ptr,
-    hidden_ptr,
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr,
+    picks_ptr, hidden_ptr,
     H: tl.constexpr, INNER: tl.constexpr, CHOICES: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
     LIMIT: tl.constexpr, LIMIT_INPUT: tl.constexpr, GELU: tl.constexpr,
+    TURNS: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
     """hidden[t, j] = silu(gate x) * (up x) of row t's expert j.
 
-    A program has a tile of gate's features and the same of up's.
+    A program has a tile of gate's features and the same of up's. TURNS: one tile, of both, and
+    biases [E, 2I].
     """
     expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
     if expert < 0:
@@ -70,31 +83,38 @@ def grouped_gate_up_kernel(  # type: ignore[no-untyped-def]
             is_code = lane < (GROUP - begin) * size
             packed = tl.load(at, mask=is_code, other=0)
             gates = add_products(gates, x, packed, BLOCK_K, BITS, WIDEN)
-            packed = tl.load(at + further * (H * size), mask=is_code, other=0)
-            ups = add_products(ups, x, packed, BLOCK_K, BITS, WIDEN)
+            if not TURNS:
+                packed = tl.load(at + further * (H * size), mask=is_code, other=0)
+                ups = add_products(ups, x, packed, BLOCK_K, BITS, WIDEN)
         steps = tl.load(steps_ptr + row * groups + group, mask=live, other=0)
         inputs = tl.load(sums_ptr + row * groups + group, mask=live, other=0)
         at = (tile * groups + group) * _TILE + column
         scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
         gate = add_group(gate, gates, steps, inputs, scales, points, BITS, POINTS)
-        at += further * (groups * _TILE)
-        scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
-        up = add_group(up, ups, steps, inputs, scales, points, BITS, POINTS)
-    value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
-    feature = tl.program_id(1) * _TILE + column
+        if not TURNS:
+            at += further * (groups * _TILE)
+            scales, points = tl.load(scales_ptr + at), tl.load(zeros_ptr + at)
+            up = add_group(up, ups, steps, inputs, scales, points, BITS, POINTS)
+    if TURNS:
+        bias = tl.load(bias_ptr + tile * _TILE + column).to(tl.float32)
+        value = _clamped(gate + bias[None], LIMIT, ALPHA)
+        feature = tl.program_id(1) * (_TILE // 2) + tl.arange(0, _TILE // 2)
+    else:
+        value = glu(gate, up, LIMIT, LIMIT_INPUT, GELU)
+        feature = tl.program_id(1) * _TILE + column
     out = hidden_ptr + pick[:, None] * INNER + feature[None]
     tl.store(out, value, mask=live[:, None] & (feature < INNER)[None])
 
 
 @triton.jit
 def grouped_down_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, experts_ptr, picks_ptr,
-    share_ptr, part_ptr,
+    x_ptr, steps_ptr, sums_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, experts_ptr,
+    picks_ptr, share_ptr, part_ptr,
     H: tl.constexpr, INNER: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr,
+    BITS: tl.constexpr, POINTS: tl.constexpr, WIDEN: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """part[t, j] = (down x[t, j]) * share[t, j], float32."""
+    """part[t, j] = (down x[t, j]) * share[t, j], float32. TURNS: with biases [E, H]."""
     expert = tl.load(experts_ptr + tl.program_id(0)).to(tl.int64)
     if expert < 0:
         return
@@ -122,6 +142,9 @@ def grouped_down_kernel(  # type: ignore[no-untyped-def]
         total = add_group(total, sums, steps, inputs, scales, points, BITS, POINTS)
     share = tl.load(share_ptr + row, mask=live, other=0.0).to(tl.float32)
     feature = tl.program_id(1) * _TILE + column
+    if TURNS:
+        bias = tl.load(bias_ptr + expert * H + feature, mask=feature < H, other=0.0)
+        total += bias.to(tl.float32)[None]
     out = part_ptr + row[:, None] * H + feature[None]
     tl.store(out, total * share[:, None], mask=live[:, None] & (feature < H)[None])
 
@@ -143,33 +166,63 @@ def grouped_experts(
     gelu: bool, *, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """Six launches, four with float8."""
+    weights = (gate_up, gate_up_scales, gate_up_zeros), (down, down_scales, down_zeros)
+    form = dict(LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu, TURNS=False, ALPHA=0.0)
+    biases = (gate_up_scales, down_scales)  # Not read.
+    return _plan(x, weights, biases, (expert_ids, expert_weights), form, batch_invariant)
+
+
+@operator(limit=_limit, codes=True)
+def grouped_biased_experts(
+    x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, gate_up_bias: Tensor,
+    down: Tensor, down_scales: Tensor, down_bias: Tensor,
+    expert_ids: Tensor, expert_weights: Tensor, limit: float, alpha: float, *,
+    batch_invariant: bool = False,
+) -> Plan:  # fmt: skip
+    """Six launches, four with float8."""
+    weights = (gate_up, gate_up_scales, None), (down, down_scales, None)
+    form = dict(LIMIT=float(limit), LIMIT_INPUT=True, GELU=False, TURNS=True, ALPHA=float(alpha))
+    biases = (gate_up_bias.contiguous(), down_bias.contiguous())
+    return _plan(x, weights, biases, (expert_ids, expert_weights), form, batch_invariant)
+
+
+_Weight = tuple[Tensor, Tensor, Tensor | None]
+"""Codes, scales, and zero points or minima of a stack."""
+
+
+def _plan(
+    x: Tensor, weights: tuple[_Weight, _Weight], biases: tuple[Tensor, Tensor],
+    choices: tuple[Tensor, Tensor], form: dict[str, Any], batch_invariant: bool,
+) -> Plan:  # fmt: skip
+    """The plan of experts with an activation: `form`, as constants of `grouped_gate_up_kernel`;
+    `choices` are ids and weights [T, k]."""
     out = x.new_empty(x.shape)
     if x.shape[0] == 0:
         return [], out
-    ids, shares = expert_ids.contiguous(), expert_weights.contiguous()
-    (num_tokens, width), picks = x.shape, ids.shape[1]
-    count, inner = down.shape[0], gate_up.shape[1] * TILE // 2
+    wide, narrow = weights
+    ids, shares = (each.contiguous() for each in choices)
+    (num_tokens, width), picks, features = x.shape, ids.shape[1], wide[0].shape[1] * TILE
+    inner = features // 2
     hidden = x.new_empty((num_tokens * picks, inner), dtype=torch.float32)
     part = x.new_empty((num_tokens, picks, width), dtype=torch.float32)
-    wide_form = form_of(width, gate_up, gate_up_scales, gate_up_zeros)
-    narrow_form = form_of(inner, down, down_scales, down_zeros)
+    wide_form, narrow_form = form_of(width, *wide), form_of(inner, *narrow)
     rows, inner_rows = prepare_rows(x, wide_form), prepare_rows(hidden, narrow_form)
-    choices = sort_choices(ids, count, TILE_ROWS, batch_invariant)
-    shared = dict(choices.arguments(), H=width, INNER=inner, BLOCK_T=choices.tile)
-    first = shared | rows.arguments() | weight_arguments(gate_up, gate_up_scales, gate_up_zeros)
-    first |= form_constants(grouped_gate_up_kernel, rows.x, wide_form) | dict(
-        hidden_ptr=hidden, CHOICES=picks, LIMIT=float(limit), LIMIT_INPUT=limit_input, GELU=gelu
-    )
-    second = shared | inner_rows.arguments() | weight_arguments(down, down_scales, down_zeros)
+    tiles = sort_choices(ids, narrow[0].shape[0], TILE_ROWS, batch_invariant)
+    shared = dict(tiles.arguments(), H=width, INNER=inner, BLOCK_T=tiles.tile, **form)
+    first = shared | rows.arguments() | weight_arguments(*wide)
+    first |= form_constants(grouped_gate_up_kernel, rows.x, wide_form)
+    first |= dict(bias_ptr=biases[0], hidden_ptr=hidden, CHOICES=picks)
+    second = shared | inner_rows.arguments() | weight_arguments(*narrow)
     second |= form_constants(grouped_down_kernel, inner_rows.x, narrow_form)
-    second |= dict(share_ptr=shares, part_ptr=part)
-    grid_up, grid_down = ((choices.num_tiles, -(-n // TILE), 1) for n in (inner, width))
+    second |= dict(bias_ptr=biases[1], share_ptr=shares, part_ptr=part)
+    in_turn = features if form["TURNS"] else inner
+    grid_up, grid_down = ((tiles.num_tiles, -(-n // TILE), 1) for n in (in_turn, width))
     launches = [
-        choices.launch,
+        tiles.launch,
         *rows.launches,
         Launch(grouped_gate_up_kernel, grid_up, first, threads=128, choice=CHOICE),
         *inner_rows.launches,
         Launch(grouped_down_kernel, grid_down, second, threads=128, choice=CHOICE),
-        expert_sum_launch(part, ids, out, count),
+        expert_sum_launch(part, ids, out, narrow[0].shape[0]),
     ]
     return launches, out
