@@ -333,7 +333,8 @@ def _grouped_experts(new: Inputs) -> Iterator[Arguments]:
 
 
 def _grouped_biased_experts(new: Inputs) -> Iterator[Arguments]:
-    for kind, group in (("int4", 32), ("int8", 32), ("float8", 128)):
+    forms: tuple[tuple[Kind, int], ...] = (("int4", 32), ("int8", 32), ("float8", 128))
+    for kind, group in forms:
         wide = _grouped(new, kind, group, 8, 256, 256)[:2]
         narrow = _grouped(new, kind, group, 8, 256, 128)[:2]
         weights = (*wide, new.normal(8, 256), *narrow, new.normal(8, 256))
