@@ -105,7 +105,6 @@ SOURCES: dict[str, tuple[Row, ...]] = {
                 f"{STEPS}::test_sampled_texts_are_those_of_the_engine",
                 f"{SEAMS}::test_rocm_verifies_by_rejection_sampling",
                 f"{SEAMS}::test_drafts_come_with_what_they_were_drawn_from",
-                f"{SEAMS}::test_a_request_with_sampling_is_refused_on_a_cpu",
             ),
         ),
         Row(
