@@ -68,8 +68,10 @@ class StepRunner:
 
             self.budgets = BudgetPolicy(options.shapes)
             self.budgets.use(program.tiers)
-        kept = (t for name, t in program.shared.items() if name.endswith(f".{HIDDEN}"))
-        self._hidden = next(kept, None)
+        self._hidden: Tensor | None = None
+        if options.hidden_state_layers:
+            found = (t for name, t in program.shared.items() if name.endswith(f".{HIDDEN}"))
+            self._hidden = next(found)
         self._masks: GrammarRows | None = None
         self._unread: PendingStep | None = None
         self._last_end: Moment | None = None
