@@ -258,7 +258,7 @@ LINES = {
     "host": 540,
     "integrations": 6160,
     "layout": 1170,
-    "models": 9000,
+    "models": 9010,
     "ops": 2540,
     "passes": 2420,
     "program": 4290,
@@ -266,7 +266,7 @@ LINES = {
     "server": 4070,
     "step": 2010,
     "store": 1160,
-    "tuning": 1670,
+    "tuning": 1660,
     "weights": 8850,
 }
 """Most lines of Python in each room. Lower a number when a room shrinks."""

@@ -251,7 +251,7 @@ class Pairing:
 
     @property
     def num_layers(self) -> int:
-        return int(self.target.num_hidden_layers) // self.family.caches_per_layer
+        return self.family.num_layers(self.target)
 
     def check_layer_ids(self, ids: Any, entry: str) -> tuple[int, ...]:
         """Layers whose inputs are captured, ascending, as an entry of config.json has them; their

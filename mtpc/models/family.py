@@ -197,6 +197,10 @@ class ModelFamily:
     def hf_class(self) -> str:
         return self.class_name or self.architectures[0]
 
+    def num_layers(self, config: Any) -> int:
+        """Layers of a target; its config counts each `caches_per_layer` times."""
+        return int(config.num_hidden_layers) // self.caches_per_layer
+
     def inner_names(self) -> dict[str, str]:
         """Patterns of stored names inside a multimodal model -> what they become in the text model:
         `key_mapping` of transformers, which does so by itself for some models only."""

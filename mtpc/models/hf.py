@@ -91,6 +91,11 @@ def norm_after(decoder: nn.Module, layers: nn.ModuleList) -> str:
     return "norm" if "norm" in names else names[-1]
 
 
+def target_norm(decoder: Any) -> Any:
+    """The norm that a decoder has after its layers; see `norm_after`."""
+    return getattr(decoder, norm_after(decoder, decoder_layers(decoder)))
+
+
 def rotary_of(decoder: Any) -> Any:
     """A decoder's rotary embedding; None if its attention knows no positions."""
     return getattr(decoder, "rotary_emb", None)

@@ -144,7 +144,7 @@ class LoadedModel:
     @property
     def num_layers(self) -> int:
         """Layers of the target."""
-        return int(self.config.num_hidden_layers) // self.family.caches_per_layer
+        return self.family.num_layers(self.config)
 
     @property
     def has_draft_vocabulary(self) -> bool:

@@ -21,14 +21,7 @@ from mtpc.errors import UnsupportedModelError
 from mtpc.models.eagle3 import Eagle3Layer
 from mtpc.models.family import ModelFamily
 from mtpc.models.heads import final_norm_of, head_of
-from mtpc.models.hf import (
-    TextRotary,
-    decoder_layers,
-    embedding_of,
-    norm_after,
-    rotary_of,
-    run_mtp_layer,
-)
+from mtpc.models.hf import TextRotary, embedding_of, rotary_of, run_mtp_layer, target_norm
 from mtpc.models.load import LoadedModel, drafted, family_of, read_target
 from mtpc.models.mtp_layers import load_mtp_layers
 from mtpc.models.place import place
@@ -302,7 +295,7 @@ class TrainedModel:
         if entry is not None:
             return self._as_fed(entry(self.loaded.mtp_layers[0])(self._as_fed(fed)))
         if self.loaded.family.wiring.first_features == "after":
-            fed = getattr(decoder, norm_after(decoder, decoder_layers(decoder)))(fed)
+            fed = target_norm(decoder)(fed)
         return self._as_fed(fed)
 
     def _run(self, index: int, ids: Tensor, fed: Tensor, chained: int, cache: DraftRows) -> Tensor:

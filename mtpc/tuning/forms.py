@@ -21,7 +21,7 @@ from mtpc.models.draft import with_mimo_layers
 from mtpc.models.eagle3 import ARCHITECTURES, LAYER_IDS, authors_layers
 from mtpc.models.families.mimo import MIMO
 from mtpc.models.family import ModelFamily
-from mtpc.models.hf import decoder_layers, norm_after, rotary_of
+from mtpc.models.hf import decoder_layers, rotary_of, target_norm
 from mtpc.models.mtp_layers import build_mtp_layer, stored_tensors
 from mtpc.tuning.chain import Teacher
 from mtpc.weights.checkpoint_files import MTP_COUNT_NAMES
@@ -71,7 +71,7 @@ def _new_mtp(teacher: Teacher, vocabulary: Tensor) -> Made:
     layer: Any = build_mtp_layer(family, teacher.model).float()
     layer.block.load_state_dict(decoder_layers(decoder)[-1].state_dict())
     if layer.wiring.final_norm:
-        layer.final_norm.load_state_dict(_norm(decoder).state_dict())
+        layer.final_norm.load_state_dict(target_norm(decoder).state_dict())
     half = config.hidden_size
     if layer.wiring.projection:
         columns = slice(0, half) if layer.wiring.hidden_first else slice(half, None)
@@ -93,7 +93,8 @@ def _new_mtp(teacher: Teacher, vocabulary: Tensor) -> Made:
 def _new_eagle3(teacher: Teacher, vocabulary: Tensor) -> Made:
     """A head whose layer begins as the target's last one, where the shapes agree."""
     config, decoder = teacher.text_config, teacher.model.get_decoder()
-    entries = _eagle3_config(config, len(vocabulary))
+    layers = captured_layers(teacher.family.num_layers(config))
+    entries = _eagle3_config(config, len(vocabulary), layers)
     hidden, inner, size = (entries[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
     q, kv = (
         entries[n] * entries["head_dim"] for n in ("num_attention_heads", "num_key_value_heads")
@@ -127,14 +128,14 @@ def _new_eagle3(teacher: Teacher, vocabulary: Tensor) -> Made:
         **{f"midlayer.{name}.weight": torch.ones(hidden) for name in norms},
         "fc.weight": entry,
         # What a norm makes of ones is its weight, whatever its class adds to it.
-        "norm.weight": _norm(decoder)(torch.ones(hidden, dtype=teacher.model.dtype)),
+        "norm.weight": target_norm(decoder)(torch.ones(hidden, dtype=teacher.model.dtype)),
         "lm_head.weight": teacher.model.get_output_embeddings().weight[vocabulary],
         TOKEN_MAP: vocabulary - torch.arange(len(vocabulary)),
         INVERSE_MAP: has_row,
     }
 
 
-def _eagle3_config(config: Any, rows: int) -> dict[str, Any]:
+def _eagle3_config(config: Any, rows: int, layers: tuple[int, ...]) -> dict[str, Any]:
     heads = config.num_attention_heads
     angles = getattr(config, "rope_parameters", None) or {}
     theta = angles.get("rope_theta", 10000.0)
@@ -159,12 +160,8 @@ def _eagle3_config(config: Any, rows: int) -> dict[str, Any]:
         "draft_vocab_size": rows,
         "attention_bias": False,
         "tie_word_embeddings": False,
-        LAYER_IDS: list(captured_layers(config.num_hidden_layers)),
+        LAYER_IDS: list(layers),
     }
-
-
-def _norm(decoder: Any) -> Any:
-    return getattr(decoder, norm_after(decoder, decoder_layers(decoder)))
 
 
 FORMS = {

@@ -155,7 +155,7 @@ class Tuning:
         read = MTPTensors.of(self._checkpoint)
         if form is None:
             cache_kind(read.family, read.config)  # Raises before the target writes for hours.
-        layers = read.config.num_hidden_layers // read.family.caches_per_layer
+        layers = read.family.num_layers(read.config)
         self._layer_ids = FORMS[form or "mtp"].layer_ids(layers)
         self._limits = self._room(read.config.hidden_size * len(self._layer_ids))
 

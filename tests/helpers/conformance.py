@@ -100,11 +100,12 @@ SOURCES: dict[str, tuple[Row, ...]] = {
             "Temperature and top-p hold on ROCm",
             "yes",
             "`MTPC` turns rejection sampling on and hands over what drafts were drawn from; on a "
-            "CPU it refuses such requests. `MTPC_STEP` samples in its own steps",
+            "CPU it refuses such requests",
             (
-                f"{STEPS}::test_sampled_texts_are_those_of_the_engine",
                 f"{SEAMS}::test_rocm_verifies_by_rejection_sampling",
                 f"{SEAMS}::test_drafts_come_with_what_they_were_drawn_from",
+                CONTRACT,
+                f"{SEAMS}::test_a_request_with_sampling_is_refused_on_a_cpu",
             ),
         ),
         Row(
@@ -410,9 +411,10 @@ ONE_GRAPH = """
 mtpc's own engine runs verify, acceptance and all drafts of an iteration as one graph, and `mtpc.compile_host` gives the
 same graph to a host that owns scheduler and KV pool ([embedding.md](embedding.md)). In SGLang 0.5.23 the algorithm
 `MTPC_STEP` runs it ([embedding-sglang.md](embedding-sglang.md#the-whole-iteration-as-one-graph)), for dense models,
-experts and hybrids (`integrations/test_sglang_steps.py`, `peers/sglang_plugin.py --drafts mtpc-step`). In vLLM 0.32 the
-worker class `StepWorker` does ([embedding-vllm.md](embedding-vllm.md#the-whole-iteration-as-one-graph)), for the same
-kinds of models (`integrations/test_vllm_steps.py`, `peers/vllm_steps.py`). The seams, by the hosts' sources:
+experts and hybrids, and samples (`integrations/test_sglang_steps.py`, `peers/sglang_plugin.py --drafts mtpc-step`). In
+vLLM 0.32 the worker class `StepWorker` does ([embedding-vllm.md](embedding-vllm.md#the-whole-iteration-as-one-graph)),
+for the same kinds of models (`integrations/test_vllm_steps.py`, `peers/vllm_steps.py`). The seams, by the hosts'
+sources:
 
 | seam | what it can carry | what mtpc does, or what stops it |
 |---|---|---|

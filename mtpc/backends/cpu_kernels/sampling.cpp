@@ -463,13 +463,12 @@ void report_token(const T* x, int64_t vocabulary, int64_t chosen, const Report& 
   const double log_total = top + std::log(sum_of_powers(x, vocabulary, top));
   *to.logprob = static_cast<double>(x[chosen]) - log_total;
   const int64_t count = std::min(to.count, vocabulary);
+  if (count == 0) return;
   int64_t held = 0;  // The most probable so far, falling; the first of equals stands first.
+  const auto is_in = [&](double value) { return held < count || value > to.logprobs[held - 1]; };
   for (int64_t begin = 0; begin < vocabulary; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, vocabulary);
-    const auto is_in = [&](double value) {
-      return held < count || value > to.logprobs[held - 1];
-    };
-    if (count == 0 || !is_in(largest(x + begin, end - begin) - log_total)) continue;
+    if (!is_in(largest(x + begin, end - begin) - log_total)) continue;
     for (int64_t v = begin; v < end; ++v) {
       const double value = static_cast<double>(x[v]) - log_total;
       if (!is_in(value)) continue;
